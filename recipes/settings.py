@@ -25,8 +25,7 @@ import samestep as ss
 
 S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
-LARGEST_BYTES = 2**20  # of a file
-DEEPEST = 100  # levels in a file or value
+LARGEST = 2**20  # characters of a file
 TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
 
 
@@ -181,6 +180,7 @@ def _is_file(source: str) -> bool:
 
 
 def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
+    """Yield the source, key and value of each setting in a file, after those of its base."""
     try:
         path = path.resolve()
         content = OmegaConf.to_container(OmegaConf.create(_text_of(path)))
@@ -188,13 +188,11 @@ def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Iterator[tuple
         reason = str(error).partition("\n")[0]
         raise SettingsError(f"{path} cannot be read as YAML: {reason}") from error
     if path in extended_by:
-        raise SettingsError(
-            "base files form a cycle: " + " -> ".join(map(str, (*extended_by, path)))
-        )
+        cycle = " -> ".join(map(str, (*extended_by, path)))
+        raise SettingsError(f"base files form a cycle: {cycle}")
     if not isinstance(content, dict):
-        raise SettingsError(
-            f"{path}: expected settings such as 'epochs: 10', got {_short(content)}"
-        )
+        got = _short(content)
+        raise SettingsError(f"{path}: expected settings such as 'epochs: 10', got {got}")
     base = content.pop("base", None)
     if base is not None:
         yield from _read_file(path.parent / str(base), (*extended_by, path))
@@ -203,22 +201,11 @@ def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Iterator[tuple
 
 
 def _text_of(path: Path) -> str:
-    if path.exists() and not path.is_file():
-        raise ValueError("it is not a regular file")
-    if path.stat().st_size > LARGEST_BYTES:
-        raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
-    text = path.read_text(encoding="utf-8")
-    _check_depth(text)
+    with path.open(encoding="utf-8") as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} characters")
     return text
-
-
-def _check_depth(text: str) -> None:
-    """Raise `ValueError` for text so deeply nested that the YAML parser would crash Python."""
-    depth = 0
-    for mark in re.findall(rf"[\[\]{{}}]|(?:[-?:]\s+){{{DEEPEST}}}", text):
-        depth += {"]": -1, "}": -1, "[": 1, "{": 1}.get(mark, DEEPEST + 1)
-        if depth > DEEPEST:
-            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
 
 
 def _short(value: Any) -> str:
@@ -243,14 +230,13 @@ def _update(
         raise SettingsError(f"{source}: unknown setting {key}; {_hint(known, key)}")
     if "${" in _short(value):  # OmegaConf would replace it
         raise SettingsError(f"{source}: references such as ${{key}} are not supported")
-    expected, changed = _type_of(known[key]), value
+    expected = _type_of(known[key])
     try:
         if value == "none" and expected.endswith("None"):
-            changed = None
+            value = None
         elif isinstance(value, str) and not expected.startswith(TEXT_TYPES):
-            _check_depth(value)
-            changed = OmegaConf.create(f"value: {value}").value
-        OmegaConf.update(config, key, changed)
+            value = OmegaConf.create(f"value: {value}").value
+        OmegaConf.update(config, key, value)
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
         choices = re.findall(r"'(\w+)'", expected)
         near = difflib.get_close_matches(_short(value).strip("'"), choices, n=1)
