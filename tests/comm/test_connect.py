@@ -8,6 +8,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchmetrics import MeanMetric
 
 import samestep as ss
@@ -17,9 +18,9 @@ from samestep.comm.connect import connect, find_worker
 from samestep.comm.rendezvous import locate
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError
-from tests.jobs import fingerprint, image_job, images
+from tests.jobs import classify, fingerprint, image_job, images
 from tests.ports import free_port
-from tests.workers import run_workers
+from tests.workers import run_workers, try_workers
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -180,3 +181,49 @@ def test_a_default_group_on_request_ends_with_the_run():
     expected = [False, True, True, False]
     assert [found[:2] for found in alone + two] == [(expected, 1), (expected, 2), (expected, 2)]
     assert alone[0][2:] == two[0][2:] == two[1][2:]
+
+
+def reduce_tensor(tensor, world_size):
+    """Return the mean over workers, as timm and other training scripts compute it."""
+    reduced = tensor.clone()
+    dist.all_reduce(reduced, op=dist.ReduceOp.SUM)
+    reduced /= world_size
+    return reduced
+
+
+def test_a_mean_over_the_group_is_that_of_the_workers():
+    def body():
+        with ss.init(lanes=4, process_group=True) as run:
+            model = run.replicate(nn.Linear(64, 10))
+            found = []
+            for batch in run.batches(images(24), 8, epochs=1):
+                mine = torch.stack([loss(model, lane) for lane in batch]).mean()
+                means = run.backward(loss, model, batch)
+                reduced = reduce_tensor(mine.detach(), dist.get_world_size())
+                found.append((float(reduced), means["loss"]))
+        return found
+
+    def loss(model, lane):
+        return lane[1].float().square().mean() + 0 * model.weight.sum()  # exact in float32
+
+    for workers in (1, 2, 4):
+        for found in run_workers(body, workers):
+            assert len(found) == 3
+            assert all(reduced == mean for reduced, mean in found)
+
+
+def test_sync_batch_norm_on_cpus_is_batch_norm_and_refused_in_a_group():
+    def body(kind, options):
+        with ss.init(lanes=4, **options) as run:
+            torch.manual_seed(0)
+            model = nn.Sequential(kind(1), nn.Flatten(), nn.Linear(64, 10))
+            model = run.replicate(model)
+            for batch in run.batches(images(24), 8, epochs=1):
+                run.backward(classify, model, batch)
+        return fingerprint([model.state_dict(), [each.grad for each in model.parameters()]])
+
+    expected = run_workers(body, 1, nn.BatchNorm2d, {})
+    for workers in (1, 2):
+        assert run_workers(body, workers, nn.SyncBatchNorm, {}) == expected * workers
+        for end in try_workers(body, workers, nn.SyncBatchNorm, {"process_group": True}):
+            assert "SyncBatchNorm expected input tensor to be on GPU" in str(end.error)
