@@ -140,7 +140,7 @@ def test_a_worker_whose_locals_cannot_be_freed_is_ended_with_its_result(capfd):
         return rank() if stuck else None
 
     assert launch(body, timeout=0.5) == 0
-    assert "worker 1 was ended, because its body returned" in capfd.readouterr().err
+    assert "worker 1 was killed because its function returned" in capfd.readouterr().err
 
 
 def test_a_failed_worker_whose_locals_cannot_be_freed_is_reported(capfd):

@@ -121,7 +121,7 @@ def test_a_script_whose_objects_cannot_be_freed_is_ended(folder, capfd):
     # without functions of its own, whose names would keep the object
     (folder / "script.py").write_text("import library\nstuck = library.Stuck()")
     run_script(str(folder / "script.py"), [], 1, {"timeout": 0.5})
-    assert "worker 0 was ended, because its body returned" in capfd.readouterr().err
+    assert "worker 0 was killed because its function returned" in capfd.readouterr().err
 
 
 def test_a_missing_script_is_an_error(tmp_path):

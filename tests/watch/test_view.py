@@ -181,7 +181,8 @@ def test_the_row_of_a_long_record_is_known_before_it_is_read(tmp_path):
     row, short = view.table_row(), view.row()
     view.refresh()
     read = view.table_row()
-    assert {name for name in read if row[name] != read[name]} == {"elapsed", "scores"}
+    later = {"elapsed", "scores", "share"}
+    assert {name for name in read if row[name] != read[name]} == later
     assert (row["state"], row["step"], row["settings"]) == ("finished", 300, {"lr": 0.1})
     assert (row["elapsed"], row["scores"]) == (None, {"loss": {"last": 1 / 300}})
     assert short["state"] == "finished"

@@ -158,18 +158,20 @@ CELLS = (
 
 
 def test_a_setting_and_a_score_of_the_same_name_are_two_columns(run, place, page, names):
-    other = place / next(names)
+    other = place / next(names)  # other tests have settings of other names
     for folder, rate in ((run, 0.1), (other, 0.4)):
-        settings = {"lr": rate, "step": rate, "study": "collision"}
-        append(folder, {**started(), "settings": settings}, scalars(0, lr=0.05), scalars(1, lr=0.2))
-    append(other, scalars(2, lr=0.01))
-    page.open(run.name, tab="table", filter="study=collision", sort="setting lr")
-    page.wait_for(["lr", "best lr", "setting lr", "setting step"], COLUMNS)
+        settings = {"rate": rate, "step": rate, "study": "collision"}
+        append(
+            folder, {**started(), "settings": settings}, scalars(0, rate=0.05), scalars(1, rate=0.2)
+        )
+    append(other, scalars(2, rate=0.01))
+    page.open(run.name, tab="table", filter="study=collision", sort="setting rate")
+    page.wait_for(["rate", "best rate", "setting rate", "setting step"], COLUMNS)
     wait_for_rows(page, run, other)
     assert page.run(CELLS, run.name) == ["0.2", "0.2", "0.1", "0.1"]
     assert page.run(CELLS, other.name) == ["0.01", "0.2", "0.4", "0.4"]
     offered = "return [...document.querySelectorAll('#scatter-setting option')].map((o) => o.value)"
-    assert {"setting lr", "setting step"} < set(page.run(offered))
+    assert {"setting rate", "setting step"} < set(page.run(offered))
 
 
 def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, place, page, names):
