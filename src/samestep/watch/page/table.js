@@ -35,9 +35,8 @@ export function tablePanel(root) {
       ...found.map((name) => choice(name, chosen))));
   const forget = onChange(() => (lines = new Map()));
   const drawTable = onChange(({ look }, rows) => {
-    const { chosen, run, clock, tagged } = look;
-    rows.forEach((row) =>
-      lines.has(row) || lines.set(row, line(row, chosen, run, clock, tagged)));
+    const { chosen, run, tagged } = look;
+    rows.forEach((row) => lines.has(row) || lines.set(row, line(row, chosen, run, tagged)));
     table.replaceChildren(head(chosen, state.sort, tagged),
       h("tbody", {}, rows.map((row) => lines.get(row))));
   });
@@ -48,11 +47,12 @@ export function tablePanel(root) {
     const chosen = state.columns.length ? state.columns : usual.columns;
     drawChoice([chosen, ...names]);
     const rows = sorted(matching).slice(0, all ? runs.length : MOST_ROWS);
-    const clock = report ? report.written : Math.round(Date.now() / 10_000) * 10;
+    const clock = report ? report.written : Date.now() / 1000;
     const tagged = runs.some(({ tags }) => tags.length);
-    const look = { chosen, clock, tagged, run: state.run, answered };
+    const look = { chosen, tagged, run: state.run, answered };
     forget(look);
     drawTable({ look, sort: state.sort, ids: rows.map(({ id }) => id) }, rows);
+    rows.forEach((row) => (lines.get(row).lastChild.textContent = ago(row.updated, clock)));
     more.hidden = rows.length === matching.length;
     chart.update(matching, names, state.run);
   }
@@ -173,7 +173,7 @@ function head(chosen, sort, tagged) {
   return h("thead", {}, h("tr", {}, cells));
 }
 
-function line(run, chosen, current, clock, tagged) {
+function line(run, chosen, current, tagged) {
   const click = () => choose({ run: run.id, shown: [...new Set([...state.shown, run.id])] });
   const name = h("button", { class: "quiet small", type: "button", on: { click } }, run.name);
   const shown = (value) => (typeof value === "number" ? number(value) : value ?? "–");
@@ -183,8 +183,7 @@ function line(run, chosen, current, clock, tagged) {
     h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state), " ",
       run.nonfinite && h("span", { class: "state", "data-state": "nonfinite" }, "not finite")),
     chosen.map((column) => h("td", {}, shown(run.values[column]))),
-    h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)),
-    h("td", {}, ago(run.updated, clock)));
+    h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)), h("td", {}));
 }
 
 function choice(name, chosen) {
