@@ -1,6 +1,8 @@
-"""Train and evaluate a tiny BERT or GPT-2 with the Trainer.
+"""Train and evaluate a tiny model with the Trainer.
 
 usage: huggingface_job.py KIND [ARGUMENT=VALUE ...]
+
+The kinds bert, gpt2 and dropped have their own collators, padded and masked those of transformers.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
@@ -26,8 +29,10 @@ def data(kind: str, size: int, seed: int) -> list[dict[str, object]]:
     for _ in range(size):
         length = int(torch.randint(4, 13, (), generator=generator))
         words = torch.randint(3, WORDS, (length,), generator=generator).tolist()
-        labels = words if kind == "gpt2" else sum(words) % 3
-        samples.append({"input_ids": words, "attention_mask": [1] * length, "labels": labels})
+        sample = {"input_ids": words, "attention_mask": [1] * length}
+        if kind != "masked":
+            sample["labels"] = words if kind == "gpt2" else sum(words) % 3
+        samples.append(sample)
     return samples
 
 
@@ -44,6 +49,41 @@ def collate(samples: list[dict[str, object]]) -> dict[str, torch.Tensor]:
     return {**batch, "labels": torch.tensor([sample["labels"] for sample in samples])}
 
 
+class Drop:
+    """Replaces words by the word 2, with an own generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __call__(self, samples: list[dict[str, object]]) -> dict[str, torch.Tensor]:
+        batch = collate(samples)
+        is_dropped = torch.rand(batch["input_ids"].shape, generator=self.generator) < 0.3
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(is_dropped, 2)}
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of numbers, with the special words 0 to 2."""
+    words = ["[PAD]", "[MASK]", "[UNK]", *map(str, range(3, WORDS))]
+    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "[UNK]")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model),
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+        unk_token="[UNK]",
+    )
+
+
+def collator(kind: str, **options: object) -> object:
+    """Return the collator of a kind."""
+    if kind == "dropped":
+        return Drop()
+    if kind == "padded":
+        return transformers.DataCollatorWithPadding(tokenizer())
+    if kind == "masked":
+        return transformers.DataCollatorForLanguageModeling(tokenizer(), **options)
+    return collate
+
+
 def build(kind: str) -> torch.nn.Module:
     """Return the model of a kind, with random weights."""
     if kind == "gpt2":
@@ -53,6 +93,8 @@ def build(kind: str) -> torch.nn.Module:
         vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=16, num_labels=3,
     )  # fmt: skip
+    if kind == "masked":
+        return transformers.BertForMaskedLM(config)
     return transformers.BertForSequenceClassification(config)
 
 
@@ -95,7 +137,7 @@ def train(kind: str, given: dict[str, object]) -> None:
         trainer = Trainer(
             build(kind),
             TrainingArguments(str(out), **arguments),
-            data_collator=collate,
+            data_collator=collator(kind),
             train_dataset=data(kind, SAMPLES, seed=1),
             eval_dataset=data(kind, 17, seed=2),
             compute_metrics=accuracy if kind == "bert" else None,

@@ -34,20 +34,29 @@ def loss_fn(model, batch):
         signal.raise_signal(signal.{signal})
     return plain(model, batch)
 """
-# Each line of standard input adds a node with a CPU, or removes the last one.
+# Each line of standard input adds a node with a CPU, or removes the last one. Ray gives up if a node
+# takes 30 s to start, as on a busy machine.
 RAY_CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
 
-node = {"num_cpus": 1, "object_store_memory": 80_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-nodes = [cluster.add_node(**node)]
-cluster.wait_for_nodes(timeout=300)
+node, nodes = {"num_cpus": 1, "object_store_memory": 80_000_000}, []
+
+def retried(start, **options):
+    for _ in range(5):
+        try:
+            return start(**node, **options)
+        except Exception as error:
+            print(error, file=sys.stderr)
+    raise SystemExit("Ray's nodes did not start")
+
+cluster = Cluster()
+retried(cluster.add_node, include_dashboard=False)
+nodes.append(retried(cluster.add_node))
 print(cluster.address, flush=True)
 for line in sys.stdin:
     if line == "add\\n":
-        nodes.append(cluster.add_node(**node))
-        cluster.wait_for_nodes(timeout=300)
+        nodes.append(retried(cluster.add_node))
     else:
         cluster.remove_node(nodes.pop(), allow_graceful=False)
     print(line, end="", flush=True)
@@ -78,6 +87,19 @@ def loss_fn(model, batch):
         (folder / "killed").touch()
         signal.raise_signal(signal.SIGKILL)
     return plain(model, batch)
+"""
+RAY_TRAIN = """
+import sys
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from job import train
+
+directory, storage = sys.argv[1:]
+TorchTrainer(
+    lambda: train(directory),
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=3)),
+).fit()
 """
 
 
@@ -148,17 +170,12 @@ def change_nodes(monkeypatch):
         pytest.skip("ray is missing: run `make integrations`")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("SAMESTEP_SNAPSHOT_EVERY", "20")
-    # Ray gives up if a node takes 30 s to start, as on a busy machine.
-    for _ in range(3):
-        command = [sys.executable, "-c", RAY_CLUSTER]
-        nodes = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        with nodes:
-            address = nodes.stdout.readline().strip()
-            if address:
-                monkeypatch.setenv("RAY_ADDRESS", address)
-                yield partial(change, nodes)
-                return
-    pytest.fail("Ray's nodes did not start")
+    command = [sys.executable, "-c", RAY_CLUSTER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as nodes:
+        monkeypatch.setenv("RAY_ADDRESS", nodes.stdout.readline().strip())
+        yield partial(change, nodes)
 
 
 @pytest.mark.timeout(1200)
@@ -179,6 +196,20 @@ def test_ray_trains_on_as_many_nodes_as_there_are(change_nodes, folder):
         f"rank {rank} of 2, from step {step}" for rank in (0, 1) for step in (0, 40)
     ]
     assert printed.count("starting again") == 2
+    assert state("two") == expected
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("change_nodes")
+def test_ray_train_starts_the_workers_again_after_a_kill(folder):
+    expected = alone()
+    fail_once("SIGKILL", "RANK", folder / "two")
+    Path("train.py").write_text(RAY_TRAIN)
+    printed = train(folder / "two", folder / "storage")
+    places = re.findall(r"rank \d of \d, from step \d+", printed)
+    # Ray Train may start them once more on a busy machine
+    expected_places = {f"rank {rank} of 2, from step {step}" for rank in (0, 1) for step in (0, 20)}
+    assert expected_places <= {*places}
     assert state("two") == expected
 
 

@@ -34,12 +34,23 @@ def body(kind, out, given=(), **options):
     job.train(kind, {"output_dir": str(out), **dict(given), **options})
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_steps_are_the_same_with_2_workers_and_after_a_kill(kind, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "given",
+    [
+        "bert",
+        "gpt2",
+        "padded",
+        "masked",
+        "masked dataloader_num_workers=1",
+        "dropped",
+        "dropped dataloader_num_workers=1",
+    ],
+)
+def test_steps_are_the_same_with_2_workers_and_after_a_kill(given, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ["-n", "1,2", "--steps", "6", "--kill"]
-    status = main(["verify", *flags, job.__file__, kind])
+    status = main(["verify", *flags, job.__file__, *given.split()])
     assert status == 0, "".join(capsys.readouterr())
 
 
@@ -184,6 +195,19 @@ def refuse(out):
 
 def test_what_has_no_meaning_in_a_run_is_refused(tmp_path):
     run_workers(refuse, 1, str(tmp_path), environment=OFF)
+
+
+def refuse_own_seed(out):
+    """Check the error for masks that would depend on the process."""
+    arguments = TrainingArguments(out, use_cpu=True)
+    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match=r"\(seed=7\) makes a gener"):
+        Trainer(
+            job.build("masked"), arguments, data_collator=job.collator("masked", seed=7), run=run
+        )
+
+
+def test_a_collator_with_a_seed_of_its_own_is_refused(tmp_path):
+    run_workers(refuse_own_seed, 1, str(tmp_path), environment=OFF)
 
 
 def test_arguments_of_transformers_are_refused(tmp_path):

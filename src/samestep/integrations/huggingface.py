@@ -133,6 +133,14 @@ class Trainer(transformers.Trainer):
             )
         _check(args, run, type(self))
         super().__init__(model, _of_worker(args, run), *more, **options)
+        is_masking = isinstance(self.data_collator, transformers.DataCollatorForLanguageModeling)
+        seed = getattr(self.data_collator, "seed", None)
+        if is_masking and seed is not None:
+            raise ConfigError(
+                f"DataCollatorForLanguageModeling(seed={seed}) makes a generator in each process, so "
+                "that masks would depend on the number of workers; leave seed out: all random numbers "
+                "depend on samestep.init(seed=...)"
+            )
         self.model_init = None  # has been called
         self.run, self._has_trained, self._stopped = run, False, False
         self.control: TrainerControl
@@ -186,7 +194,7 @@ class Trainer(transformers.Trainer):
             steps=first_step if self._stopped else max_steps,
             shuffle=getattr(args, "train_sampling_strategy", "random") != "sequential",
             drop_last=args.dataloader_drop_last,
-            collate_fn=Collate(loader.collate_fn),
+            collate_fn=partial(_collate, loader.collate_fn),
             loader_workers=args.dataloader_num_workers,
         )
         for batch in loop:
@@ -322,7 +330,7 @@ class Trainer(transformers.Trainer):
             dataloader.dataset,
             args.eval_batch_size,
             gather=True,
-            collate_fn=Collate(dataloader.collate_fn),
+            collate_fn=partial(_collate, dataloader.collate_fn),
             loader_workers=args.dataloader_num_workers,
         )
         output = None
@@ -419,15 +427,13 @@ class BlockOutput(NamedTuple):
     inputs: Any
 
 
-class Collate:
-    """A data collator whose batches are plain dicts, as loader processes and devices expect."""
+def _collate(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Return a batch as a plain dict, as loader processes and devices expect it.
 
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self._collator = collator
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = self._collator(samples)
-        return dict(batch) if isinstance(batch, Mapping) else batch
+    With `partial`, samestep finds the generators of the collator, and seeds them.
+    """
+    batch = collator(samples)
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _check(args: TrainingArguments, run: Run, kind: type) -> None:
