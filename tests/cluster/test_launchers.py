@@ -1,4 +1,4 @@
-"""The first recipe under the launchers of torch and accelerate: they leave the bits of one worker."""
+"""The first recipe under the launchers of torch and accelerate, with the bits of one worker."""
 
 from __future__ import annotations
 

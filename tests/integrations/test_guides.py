@@ -34,8 +34,8 @@ def loss_fn(model, batch):
         signal.raise_signal(signal.{signal})
     return plain(model, batch)
 """
-# Each line of standard input adds a node with a CPU, or removes the last one. Ray gives up if a node
-# takes 30 s to start, as on a busy machine.
+# Each line of standard input adds a node with a CPU, or removes the last one. Ray gives up if a
+# node takes 30 s to start, as on a busy machine.
 RAY_CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster

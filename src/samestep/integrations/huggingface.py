@@ -137,9 +137,9 @@ class Trainer(transformers.Trainer):
         seed = getattr(self.data_collator, "seed", None)
         if is_masking and seed is not None:
             raise ConfigError(
-                f"DataCollatorForLanguageModeling(seed={seed}) makes a generator in each process, so "
-                "that masks would depend on the number of workers; leave seed out: all random numbers "
-                "depend on samestep.init(seed=...)"
+                f"DataCollatorForLanguageModeling(seed={seed}) creates a generator in each process, "
+                "so masks would depend on the number of workers; omit seed, because all random "
+                "numbers depend on samestep.init(seed=...)"
             )
         self.model_init = None  # has been called
         self.run, self._has_trained, self._stopped = run, False, False
