@@ -137,7 +137,7 @@ class Trainer(transformers.Trainer):
         seed = getattr(self.data_collator, "seed", None)
         if is_masking and seed is not None:
             raise ConfigError(
-                f"DataCollatorForLanguageModeling(seed={seed}) creates a generator in each process, "
+                f"DataCollatorForLanguageModeling(seed={seed}) has a generator in each process, "
                 "so masks would depend on the number of workers; omit seed, because all random "
                 "numbers depend on samestep.init(seed=...)"
             )
