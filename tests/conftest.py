@@ -11,16 +11,19 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import hypothesis
 import pytest
-import torch
 
 from tests.leaks import adopt_orphans, nothing_left
 
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
-torch.set_num_threads(1)
+with suppress(ModuleNotFoundError):  # tests.versions runs some tests without torch
+    import torch
+
+    torch.set_num_threads(1)
 adopt_orphans()
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
