@@ -51,7 +51,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
         copy_gradients(flat_buffer.exchange.views(flat), gradients)
         flat_buffer.set_gradients(lambda: exchange.slices(flat, exchange.held), present)
-        flat_buffer.receive()
+        flat_buffer.complete()
         for parameter in in_buffer:
             parameter.grad = None
     own = [parameters[number] for number in chosen]

@@ -189,7 +189,7 @@ class Run(Collectives, Recording):
             places = self._lanes.places()
             shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
-            self._lanes.seals[-1].receive = shard.receive
+            self._lanes.seals[-1].complete = shard.complete
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
             parameters += [p for group in optimizer.param_groups for p in group["params"]]
@@ -553,7 +553,7 @@ class Run(Collectives, Recording):
             self._world.abandoned = error is not None
             if error is None:
                 for shard in self._lanes.shards:
-                    shard.receive()  # gradients that were not used may still arrive
+                    shard.complete()  # gradients that were not used may still arrive
                 self._session.end()
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 self._session.report_failure(error)

@@ -343,7 +343,7 @@ class GradientSeal:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.receive: Callable[[], bool] = lambda: False  # waits for gradients that still arrive
+        self.complete: Callable[[], bool] = lambda: False  # waits for gradients that still arrive
         self._ids = set(map(id, self._parameters()))
         self.seal()
         optimizer.register_step_pre_hook(self.check)
@@ -378,7 +378,7 @@ class GradientSeal:
     def open(self) -> None:
         """Check gradients, and wait for those that still arrive, so that they can be read."""
         self.check()
-        if self.receive():
+        if self.complete():
             self.seal()
 
     def _parameters(self) -> list[Tensor]:

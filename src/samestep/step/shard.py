@@ -31,7 +31,7 @@ ELEMENTWISE: Final = (
 # State with one number per parameter; other state tensors have one per element.
 SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
-OWN: Final = __name__.partition(".")[0]  # package
+PACKAGE: Final = __name__.partition(".")[0]
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
 
@@ -123,7 +123,7 @@ class FlatBuffer:
 
     def split(self, key: Callable[[Fragment], object]) -> None:
         """Split segments, and the optimizer's state, between fragments with different keys."""
-        self.receive()
+        self.complete()
         for segment in self.segments:
             groups = [list(group) for _, group in groupby(segment.fragments, key)]
             if len(groups) > 1:
@@ -153,10 +153,11 @@ class FlatBuffer:
     @property
     def defers(self) -> bool:
         """Whether gradients that arrive from another host are awaited in the optimizer's step."""
-        has_none = have_none([segment.parameter for segment in self.segments])
-        return self.exchange.swaps and not self.is_in_step and has_none
+        if self.is_in_step or not self.exchange.swaps:
+            return False
+        return have_none([segment.parameter for segment in self.segments])
 
-    def receive(self) -> bool:
+    def complete(self) -> bool:
         """Wait for gradients that still arrive; return whether there were any.
 
         Those that user code has cleared meanwhile are not used.
@@ -177,7 +178,7 @@ class FlatBuffer:
 
         Raises `OptimizerError` if it has set one.
         """
-        self.receive()
+        self.complete()
         parameters = self.exchange.parameters
         if not self._cleared and all(map(is_, [one.grad for one in parameters], self._shown)):
             return
@@ -208,7 +209,7 @@ class FlatBuffer:
 
         `are_clear` says that no parameter has `.grad` now.
         """
-        self.receive()
+        self.complete()
         if self._are_shown or self._cleared or not are_clear:
             self.drop_cleared()
         if self._are_shown:
@@ -223,7 +224,7 @@ class FlatBuffer:
     ) -> None:
         """Add this worker's slice of the gradient to the segments of `present` parameters.
 
-        None stands for all parameters. If the buffer `defers`, `receive` does that.
+        None stands for all parameters. If the buffer `defers`, `complete` does that.
         """
         if present is not None:
             there = present
@@ -338,9 +339,10 @@ class Shard:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
         return self._index_of[id(buffer.parameter_of(fragment))]
 
-    def receive(self) -> bool:
+    def complete(self) -> bool:
         """Wait for gradients that still arrive; return whether there were any."""
-        return sum(buffer.receive() for buffer in self.flat_buffers) > 0
+        arrived = [buffer.complete() for buffer in self.flat_buffers]
+        return any(arrived)
 
     def _before_step(self, _: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         for buffer in self.flat_buffers:
@@ -358,7 +360,7 @@ class Shard:
         """
         hooks = self.optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001  not public
         update = getattr(type(self.optimizer).step, "__wrapped__", None)  # without hooks
-        is_ours = [getattr(hook, "__module__", "").startswith(OWN) for hook in hooks]
+        is_ours = [getattr(hook, "__module__", "").startswith(PACKAGE) for hook in hooks]
         # each arrives after those behind it; the caller updates the last one
         order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
         if update is None or not all(is_ours) or not order:
