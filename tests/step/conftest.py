@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from torch.autograd import Variable
 
 from samestep.step import exchange, overlap
 
@@ -16,3 +17,11 @@ def _limits_restored() -> Iterator[None]:
         mock.patch.object(overlap, "EARLY_BYTES", overlap.EARLY_BYTES),
     ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _engine_restored():
+    """Restore autograd's engine, which a single worker in this process watches."""
+    engine = Variable._execution_engine
+    yield
+    Variable._execution_engine = engine

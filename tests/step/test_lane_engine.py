@@ -305,7 +305,6 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
             )
             optimizer.step()
             optimizer.zero_grad()
-        lanes.manual.close()  # a single worker is this process
         return order, [bits(parameter) for parameter in model.parameters()]
 
     (order, sharded), (_, same) = on_hosts(2, 2, body, 2 * 72 * 4 + 1)
