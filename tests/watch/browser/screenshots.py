@@ -1,50 +1,123 @@
-"""Take the pictures of docs/watch.md: `python -m tests.watch.browser.screenshots FOLDER OUT`.
-
-FOLDER has runs with two workers: `digits`, `digits-low` and others whose names begin with `digits`,
-of recipes/vit with digits.yaml, 16 epochs and an evaluation every 2, the second with a learning
-rate of 0.0003; and `tissue` of recipes/stain, 60 epochs and an evaluation every 6, with a worker
-killed during training.
-"""
+"""Train the runs shown in docs/watch.md and take its pictures: `python -m \
+tests.watch.browser.screenshots OUT`, about five minutes on two cores."""
 
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
 
-from tests.watch.browser.pages import Page, browsing, serving
+from tests.jobs import events
+from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, browsing, serving
 
 MOST_BYTES = 120_000
+DIGITS = ("recipes/vit/train.py", "recipes/vit/digits.yaml", "epochs=16", "evaluate_every=2")
+LEARNING_RATES = {"digits-low": 3e-4, "digits-1e-3": 1e-3, "digits-5e-3": 5e-3, "digits-nan": 1e30}
+TISSUE = ("recipes/stain/train.py", "recipes/stain/tissue.yaml", "epochs=60", "evaluate_every=6")
+KILLED_AT = 100  # step
+STALL_TIMEOUT = 240  # seconds; the run is stalled after a quarter of it
+EXAMPLE = "tests/watch/browser/example_job.py"
 
 
-def main(runs: Path, out: Path) -> None:
-    """Take all pictures."""
+def main(out: Path) -> None:
+    """Train the runs, and take all pictures."""
     out.mkdir(exist_ok=True)
-    with TemporaryDirectory() as folder, serving(runs) as server, browsing(Path(folder)) as driver:
-        page = Page(driver, server)
-        page.use_color_scheme("light")
-        page.use_desktop_screen()
-        take(page, out / "curves.png", "digits", "digits-low", smooth=0.8)
-        take(page, out / "images.png", "tissue", tab="images")
-        take(page, out / "workers.png", "tissue", tab="workers")
-        page.open("tissue", tab="events")
-        page.element("[aria-label='Kinds of events'] [data-kind=snapshot_removed]").click()
-        save(page, out / "events.png")
-        page.use_color_scheme("dark")
-        page.use_laptop_screen()
-        against = {"setting": "optimizer.learning_rate", "score": "best model_top1"}
-        take(page, out / "table.png", "digits", tab="table", filter="digits", **against)
-        take(page, out / "system.png", "tissue", tab="system")
-        page.use_desktop_screen()
-        take(page, out / "logs.png", "tissue", tab="logs")
-        page.use_phone_screen()
-        take(page, out / "phone.png", "digits", smooth=0.8)
-        page.use_color_scheme("light")
-        take(page, out / "phone-settings.png", "digits", tab="settings", versus="digits-low")
+    with TemporaryDirectory() as folder:
+        runs = Path(folder, "runs")
+        train(runs / "digits", *DIGITS)
+        for name, rate in LEARNING_RATES.items():
+            options = ("--nonfinite-loss", "continue") if name == "digits-nan" else ()
+            train(runs / name, *options, *DIGITS, f"optimizer.learning_rate={rate}")
+        train_with_a_killed_worker(runs / "tissue", Path(folder, "tissue"))
+        for name in ("histograms", "failed"):
+            train(runs / name, EXAMPLE, name)
+        with stalled(runs / "stalled"), browsing(Path(folder)) as driver, serving(runs) as server:
+            take_all(Page(driver, server), out)
+
+
+def train(directory: Path, *command: str) -> None:
+    """Train a run on two workers. A run that fails is shown as well."""
+    with started(directory, *command) as process:
+        process.wait()
+
+
+def train_with_a_killed_worker(directory: Path, data: Path) -> None:
+    """Train the stain recipe, and kill worker 1 on the way."""
+    subprocess.run([sys.executable, "recipes/stain/make_data.py", data], check=True)
+    with started(directory, *TISSUE, f"data.path={data}") as process:
+        wait_for(directory, lambda event: event.get("step", 0) >= KILLED_AT)
+        os.kill(events(directory, "started")[0]["workers"][1]["pid"], signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def stalled(directory: Path) -> Iterator[None]:
+    """Train until worker 1 stalls, and stop at the end of the block."""
+    with started(directory, "--timeout", str(STALL_TIMEOUT), EXAMPLE, "stalled") as process:
+        wait_for(directory, lambda event: event["event"] == "stalled")
+        yield
+        process.terminate()
+        process.terminate()  # at once, without a snapshot, which worker 1 would not take
+
+
+@contextmanager
+def started(directory: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start two workers that write to `directory`; at the end, wait until they have ended."""
+    arguments = ("run", "-n", "2", "--dir", str(directory), *command)
+    with subprocess.Popen([sys.executable, "-m", "samestep", *arguments]) as process:
+        yield process
+
+
+def wait_for(directory: Path, found: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until the record has an event. Raises `TimeoutError`."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (directory.exists() and any(found(event) for event in events(directory))):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {TIMEOUT_SECONDS:g} s for an event in {directory}")
+        time.sleep(0.2)
+
+
+def take_all(page: Page, out: Path) -> None:
+    """Take all pictures."""
+    page.use_color_scheme("light")
+    page.use_desktop_screen()
+    take(page, out / "curves.png", "digits", "digits-low", smooth=0.8)
+    take(page, out / "images.png", "tissue", tab="images")
+    take(page, out / "workers.png", "tissue", tab="workers")
+    page.open("tissue", tab="events")
+    page.element("[aria-label='Kinds of events'] [data-kind=snapshot_removed]").click()
+    save(page, out / "events.png")
+    take(page, out / "settings.png", "digits", tab="settings", versus="digits-low")
+    page.use_laptop_screen()
+    take(page, out / "failed.png", "failed")
+    take(page, out / "stalled.png", "stalled")
+    take(page, out / "nan.png", "digits-nan")
+    page.open("histograms")
+    page.until(
+        "const section = document.getElementById('histograms');"
+        "section?.scrollIntoView(); return section && !section.hidden"
+    )
+    save(page, out / "histograms.png")
+    page.use_color_scheme("dark")
+    against = {"setting": "optimizer.learning_rate", "score": "best model_top1"}
+    take(page, out / "table.png", "digits", tab="table", filter="digits", **against)
+    take(page, out / "system.png", "tissue", tab="system")
+    page.use_desktop_screen()
+    take(page, out / "logs.png", "tissue", tab="logs")
+    page.use_phone_screen()
+    take(page, out / "phone.png", "digits", smooth=0.8)
+    page.use_color_scheme("light")
+    take(page, out / "phone-settings.png", "digits", tab="settings", versus="digits-low")
 
 
 def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:
@@ -71,4 +144,4 @@ def save(page: Page, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
