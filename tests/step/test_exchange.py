@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.step import exchange as exchange_module
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import add_gradients
 from samestep.step.layout import flattened, lanes_of, subtrees, tree_sum
@@ -149,6 +150,47 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
     arguments = (LANES, [torch.float32, torch.bfloat16], range(2))
     found = on_hosts(hosts, workers, exchanged, *arguments, across)
     assert found == [expected_of(*arguments)] * workers
+
+
+@pytest.mark.parametrize("round_to", [None, torch.bfloat16])
+def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
+    def body(world, chunk_bytes):
+        exchange_module.CHUNK_BYTES = chunk_bytes
+        parameters = parameters_of(torch.float32)
+        exchange = Exchange(parameters, 2, world, round_to)
+        empty = []  # number of gradients that are not there yet, whenever a part is sent
+        begin_swap = world.begin_swap
+
+        def watched_swap(*arguments):
+            send = begin_swap(*arguments)
+            return lambda parts: send(counted(part) for part in parts)
+
+        def counted(part):
+            empty.append(sum(not view.any() for view in exchange.own_views[0]))
+            return part
+
+        world.begin_swap = watched_swap
+        found = []
+        for seed in range(3):
+            for view in exchange.own_views[0]:
+                view.zero_()
+            own = [lane_gradients(parameters, world.rank, seed)]
+            exchange.receive()
+            if exchange.sends_parts:
+                exchange.put_and_start(own)
+            else:
+                exchange.put(own)
+            world.barrier("exchanging losses")
+            exchange.sum()
+            found.append([bits(gradient) for gradient in exchange.gather()])
+        return found, empty
+
+    (first, empty), (second, _) = on_hosts(2, 2, body, 64)
+    assert first == second
+    assert empty[0] > empty[len(empty) // 3 - 1]
+    (expected, empty), _ = on_hosts(2, 2, body, 1 << 20)
+    assert first == expected
+    assert len(set(empty[: len(empty) // 3])) == 1
 
 
 def test_the_workers_of_each_host_hold_all_slices_across_host():

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ MAX_WHAT = 200  # characters of another worker's call that an error quotes
 
 Sizes = Sequence[int]
 # begins to send tensors, and returns a call for each that completes its swap
-Send = Callable[[Sequence[Tensor]], list[Callable[[], None]]]
+Send = Callable[[Iterable[Tensor]], list[Callable[[], None]]]
 Value = TypeVar("Value")
 
 
@@ -127,7 +127,7 @@ class World(ABC):
         """
         sizes = [[len(one) * (rank == partner) for rank in range(self.size)] for one in received]
 
-        def send(sent: Sequence[Tensor]) -> list[Callable[[], None]]:
+        def send(sent: Iterable[Tensor]) -> list[Callable[[], None]]:
             return [
                 self.begin_all_to_all(out, counts, own, counts, what)
                 for out, counts, own in zip(received, sizes, sent, strict=True)

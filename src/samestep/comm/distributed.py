@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -375,7 +375,7 @@ class Distributed(World):
 
             return end
 
-        def send(sent: Sequence[Tensor]) -> list[Callable[[], None]]:
+        def send(sent: Iterable[Tensor]) -> list[Callable[[], None]]:
             self.barriers += 1
             return list(map(begin_send, self._receiving.pop(tag), sent))
 

@@ -12,7 +12,7 @@ soon as the next exchange starts, the machine's sums to the owners on other mach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Final, Literal, NamedTuple
@@ -41,8 +41,8 @@ Across = Literal["host", "world"]
 BUCKETS: Final = 8
 LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
-# Sums of two hosts that are added while the next ones arrive.
-CHUNK_BYTES: Final = 4 << 20
+# Sums of two hosts that are sent while the next ones are copied, and added while those arrive.
+CHUNK_BYTES: Final = 1 << 20
 
 
 def buckets(
@@ -137,6 +137,7 @@ class Exchange:
         # sends on what was exchanged within a machine
         self._nearby: Callable[[], PartialSums] | None = None
         self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
+        self._copying: Iterator[int] = iter(())  # gradients in while others are sent
         # of an exchange whose parts are not added yet
         self._started: list[PartialSums] | None = None
         self._end: Callable[[], None] | None = None  # completes the sums that are held
@@ -200,6 +201,17 @@ class Exchange:
         """
         if self.swaps:
             self._swapping = self._swapping or self._begin_swap()
+
+    @property
+    def sends_parts(self) -> bool:
+        """Whether `put_and_start` sends the first gradients before it has copied the last ones."""
+        return self.swaps and len(self._route.host) == 1 and self._own[0].nbytes > CHUNK_BYTES
+
+    def put_and_start(self, own: Sequence[Gradients]) -> None:
+        """Do what `put` and `start` do, if it `sends_parts`."""
+        wait_until_free([self])
+        self._copying = self._copy(own[0])
+        self.start()
 
     def start(self) -> None:
         """Begin to exchange sums with other hosts; all workers of this one must have called `put`.
@@ -286,11 +298,37 @@ class Exchange:
         size = CHUNK_BYTES // own.element_size()
         flats = [own, received, out, out if self._total is None else self._total]
         sent, arriving, *outs = (flat.split(size) for flat in flats)
+        waits = send(self._as_copied(sent))
         parts = []
-        for one, other_one, out, total, wait in zip(sent, arriving, *outs, send(sent), strict=True):
+        for one, other_one, out, total, wait in zip(sent, arriving, *outs, waits, strict=True):
             converted = None if self._total is None else total
             parts.append(PartialSums({span: one, other_span: other_one}, out, wait, converted))
         return parts
+
+    def _as_copied(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield parts of flat storage in order, each when its gradients are there."""
+        copied = end = 0
+        for part in parts:
+            end += len(part)
+            while copied < end:
+                copied = next(self._copying, end)
+            yield part
+
+    def _copy(self, gradients: Gradients) -> Iterator[int]:
+        """Copy in gradients; yield how many elements of flat storage are there."""
+        size, offsets = CHUNK_BYTES // self.dtype.itemsize, self.layout.offsets
+        for view, gradient, start in zip(self.own_views[0], gradients, offsets, strict=False):
+            elements = view.numel()
+            if gradient is None or gradient.stride() != view.stride():
+                copy_gradients([view], [gradient])
+            else:
+                flats = (one.as_strided((elements,), (1,)) for one in (view, gradient))
+                for n, (target, part) in enumerate(
+                    zip(*(flat.split(size) for flat in flats), strict=True)
+                ):
+                    target.copy_(part)
+                    yield start + n * size + len(part)
+            yield start + elements
 
     def _send_nearby(self, machine: Route) -> Callable[[], PartialSums]:
         """Begin to send the workers of this machine what they add up.

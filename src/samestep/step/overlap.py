@@ -205,7 +205,12 @@ class EarlyExchange(Overlap):
 
     def _put_next(self, own: Sequence[Gradients]) -> None:
         exchange = self.order[self._put].exchange
-        exchange.put(own)
+        # the last one waits for `start`
+        if exchange.sends_parts and self._started == self._put < len(self.order) - 1:
+            self._started += 1
+            exchange.put_and_start(own)
+        else:
+            exchange.put(own)
         self._put += 1
         # some CPUs reorder writes to memory, but not across two locks
         for _ in range(2):
