@@ -1,15 +1,18 @@
 """Accuracy with gradients exchanged in bfloat16, compared to float32.
 
-usage: python -m benchmarks.rounding [--epochs 60] [--seeds 3] [--lanes 8]
+usage: python -m benchmarks.rounding [--jobs digits stain] [--epochs N] [--seeds 3] [--lanes N]
 
-Trains the ViT recipe on scikit-learn's digits with each seed, on two workers of one thread. A
-gradient is rounded once per level of the tree over lanes, so more lanes round more often.
+Trains the ViT recipe on scikit-learn's digits, and the stain recipe on its tissue, with each seed,
+on two workers of one thread. A gradient is rounded once per level of the tree over lanes, so more
+lanes round more often.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,12 +20,42 @@ import sklearn.datasets  # noqa: F401  here, so that the workers need not import
 
 import samestep as ss
 from benchmarks.measure import spread
-from recipes.vit import train
+from recipes.stain import make_data
+from recipes.stain import train as stain
+from recipes.vit import train as vit
 
-SETTINGS = Path(train.__file__).with_name("digits.yaml")
+RECIPES = Path(vit.__file__).parents[1]
 WORKERS = 2
 DTYPES = {"float32": None, "bfloat16": "bfloat16"}
-SCORES = {"model_top1": "top-1 accuracy, %", "model_loss": "loss on the held-out digits"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe to train, and the scores on held-out images that it returns."""
+
+    train: Callable[[Sequence[str]], Mapping[str, float]]
+    settings: Path
+    epochs: int
+    lanes: int
+    titles: Mapping[str, str]
+
+
+JOBS = {
+    "digits": Job(
+        vit.main,
+        RECIPES / "vit" / "digits.yaml",
+        epochs=60,
+        lanes=8,
+        titles={"model_top1": "top-1 accuracy", "model_loss": "loss"},
+    ),
+    "stain": Job(
+        stain.main,
+        RECIPES / "stain" / "tissue.yaml",
+        epochs=60,
+        lanes=4,
+        titles={"l1": "L1", "dice": "Dice score", "dab_ssim": "SSIM of DAB"},
+    ),
+}
 
 
 def main() -> None:
@@ -32,30 +65,37 @@ def main() -> None:
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     add = parser.add_argument
-    add("--epochs", type=int, default=60, help="passes over the training digits (default: 60)")
+    add("--jobs", nargs="+", choices=JOBS, default=[*JOBS], help="default: all")
+    add("--epochs", type=int, help="of each run (default: 60)")
     add("--seeds", type=int, default=3, help="runs with each dtype (default: 3)")
-    add("--lanes", type=int, default=8, help="of every run (default: 8)")
+    add("--lanes", type=int, help="of each run (default: 8 for digits, 4 for stain)")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = {
-        name: [scores(dtype, seed, options) for seed in range(options.seeds)]
-        for name, dtype in DTYPES.items()
-    }
-    print(f"| digits, {options.epochs} epochs, {options.lanes} lanes | {' | '.join(found)} |")
-    print(f"|{'---|' * (1 + len(found))}")
-    for score, title in SCORES.items():
-        cells = [spread([run[score] for run in runs]).strip() for runs in found.values()]
-        print(f"| {title} | {' | '.join(cells)} |")
+    for name in options.jobs:
+        job = JOBS[name]
+        epochs, lanes = options.epochs or job.epochs, options.lanes or job.lanes
+        found = {
+            title: [scores(name, dtype, seed, epochs, lanes) for seed in range(options.seeds)]
+            for title, dtype in DTYPES.items()
+        }
+        print(f"\n| {name}, {epochs} epochs, {lanes} lanes | {' | '.join(found)} |")
+        print(f"|{'---|' * (1 + len(found))}")
+        for score, title in job.titles.items():
+            cells = [spread([run[score] for run in runs]).strip() for runs in found.values()]
+            print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
-def scores(dtype: str | None, seed: int, options: argparse.Namespace) -> dict[str, float]:
+def scores(name: str, dtype: str | None, seed: int, epochs: int, lanes: int) -> dict[str, float]:
     """Return the final scores of a run."""
-    changes = [f"seed={seed}", f"epochs={options.epochs}", f"lanes={options.lanes}"]
-    with TemporaryDirectory() as directory:
-        arguments = [str(SETTINGS), *changes, "--dir", directory]
-        found = ss.launch(train.main, arguments, workers=WORKERS, exchange_dtype=dtype)
-    print(f"seed {seed}, {dtype or 'float32'}: {found}", flush=True)
-    return {**found, "model_top1": 100 * found["model_top1"]}
+    changes = [f"seed={seed}", f"epochs={epochs}", f"lanes={lanes}", f"evaluate_every={epochs}"]
+    with TemporaryDirectory() as folder:
+        if name == "stain":
+            make_data.main([f"{folder}/tissue"])
+            changes.append(f"data.path={folder}/tissue")
+        arguments = [str(JOBS[name].settings), *changes, "--dir", f"{folder}/run"]
+        found = ss.launch(JOBS[name].train, arguments, workers=WORKERS, exchange_dtype=dtype)
+    print(f"{name}, seed {seed}, {dtype or 'float32'}: {found}", flush=True)
+    return dict(found)
 
 
 if __name__ == "__main__":
