@@ -26,14 +26,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders.with_ideal_link import RATE
 from benchmarks.jobs import JOBS
-from benchmarks.measure import LIMIT_SECONDS, values_in
+from benchmarks.measure import LIMIT_SECONDS, spread, values_in
 from benchmarks.turns import figure, in_turn, table
 from samestep.tools.trace import StepTrace, read_traces
 from samestep.tools.verify import print_report
 
-FULL = ("samestep", "ddp", "ddp-fused", "zero1")  # ours first
-IN_16_BITS = ("samestep-16", "ddp-fp16")
+# ours first; the ideal ones compute without a network, and count the time of their messages
+FULL = ("samestep", "ddp", "ddp-fused", "zero1", "ideal")
+IN_16_BITS = ("samestep-16", "ddp-fp16", "ideal-16")
 PREFIX = "samestep-bench"
 DEVICE = "cable"
 PORT = 29533
@@ -79,7 +81,7 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
     ranks = [name for name in names for _ in range(workers)]
     tables: dict[tuple[str, ...], dict[str, dict[str, list[float]]]] = {FULL: {}, IN_16_BITS: {}}
     for job in options.jobs:
-        runs = {name: partial(train, name, job, ranks) for name in options.contenders}
+        runs = {name: partial(train, name, job, ranks, rate) for name in options.contenders}
         speeds = figure("samples_a_second", in_turn(runs, options.rounds))
         for group, rows in tables.items():
             if row := {name: speeds[name] for name in group if name in speeds}:
@@ -88,12 +90,19 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
     for group, precision in ((FULL, "full precision"), (IN_16_BITS, "16 bits")):
         if tables[group]:
             title = f"samples a second, {rate}, {workers} per host, {precision}"
-            print(table(title, tables[group], more_is_better=True), end="\n\n", flush=True)
+            ideal = [name for name in group if CONTENDERS[name].role == "bound"]
+            text = table(title, tables[group], more_is_better=True, no_peers=ideal)
+            print(text, end="\n\n", flush=True)
+            for label, row in tables[group].items():
+                for bound in ideal if {group[0], *ideal} <= {*row} else ():
+                    parts = [a / b for a, b in zip(row[group[0]], row[bound], strict=True)]
+                    print(f"{label}: {spread(parts).strip()} of {bound}", flush=True)
 
 
-def train(contender: str, job: str, ranks: Sequence[str]) -> dict[str, float]:
+def train(contender: str, job: str, ranks: Sequence[str], rate: str) -> dict[str, float]:
     """Train a job with one worker on each of these hosts, by rank; return rank 0's figures."""
-    found = {name: values[0] for name, values in values_in(run(contender, job, ranks)).items()}
+    output = run(contender, job, ranks, {RATE: str(bits_a_second(rate) / 8)})
+    found = {name: values[0] for name, values in values_in(output).items()}
     if not found:
         raise SystemExit(f"{contender} printed no figures of {job}")
     return found
@@ -202,11 +211,15 @@ def address(number: int) -> str:
 
 def burst(rate: str) -> int:
     """Return the bytes that a link may send at once, so that timers do not limit fast links."""
+    return max(1 << 20, int(bits_a_second(rate) / 8 * BURST_SECONDS))
+
+
+def bits_a_second(rate: str) -> int:
+    """Return the number of a rate such as 1gbit."""
     found = re.fullmatch(r"(\d+)(k|m|g|t)?bit", rate)
     if found is None:
         raise SystemExit(f"--rates: expected rates such as 100mbit or 10gbit, got {rate}")
-    bits = int(found[1]) * 1000 ** " kmgt".index(found[2] or " ")
-    return max(1 << 20, int(bits / 8 * BURST_SECONDS))
+    return int(found[1]) * int(1000 ** " kmgt".index(found[2] or " "))
 
 
 def command(text: str) -> str:

@@ -56,8 +56,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--contenders",
         nargs="+",
-        choices=CONTENDERS,
-        default=[name for name, contender in CONTENDERS.items() if contender.role != "16-bit"],
+        choices=[name for name, one in CONTENDERS.items() if one.role != "bound"],
+        default=[name for name, one in CONTENDERS.items() if one.role not in {"16-bit", "bound"}],
         help="in addition to the plain loop (default: all that exchange at full precision)",
     )
     parser.add_argument(

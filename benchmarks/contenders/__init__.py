@@ -23,12 +23,12 @@ class Contender:
     """A way to train a job: `train` in `module` with `options`.
 
     A tuned peer has options beyond the first pages of its documentation. Those with 16 bits
-    exchange rounded gradients, so they are compared to each other only.
+    exchange rounded gradients, so they are compared to each other only. A bound exchanges nothing.
     """
 
     title: str
     module: str
-    role: Literal["reference", "peer", "tuned peer", "ours", "16-bit"] = "peer"
+    role: Literal["reference", "peer", "tuned peer", "ours", "16-bit", "bound"] = "peer"
     options: dict[str, Any] = field(default_factory=dict)
 
     def train(self, job: Job) -> dict[str, float]:
@@ -67,6 +67,8 @@ CONTENDERS = {
     "samestep-16": Contender(
         "samestep, bfloat16 exchange", "with_samestep", "16-bit", {"exchange_dtype": "bfloat16"}
     ),
+    "ideal": Contender("ideal link", "with_ideal_link", "bound"),
+    "ideal-16": Contender("ideal link, 16 bits", "with_ideal_link", "bound", {"itemsize": 2}),
 }
 
 

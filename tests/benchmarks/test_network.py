@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from benchmarks import network
+from benchmarks.contenders.with_ideal_link import least_seconds
 from tests.needs import needs
 
 
@@ -39,7 +40,9 @@ def test_fast_links_may_send_more_at_once():
 def test_tables_compare_equal_precision(monkeypatch, capsys):
     speeds = {"samestep": 3.0, "ddp": 2.0, "samestep-16": 9.0, "ddp-fp16": 6.0}
     monkeypatch.setattr(
-        network, "train", lambda name, job, ranks: {"samples_a_second": speeds[name] * len(ranks)}
+        network,
+        "train",
+        lambda name, job, ranks, rate: {"samples_a_second": speeds[name] * len(ranks)},
     )
     arguments = ["--jobs", "mlp", "--rounds", "2", "--contenders", *speeds]
     monkeypatch.setattr("sys.argv", ["network", *arguments])
@@ -50,3 +53,11 @@ def test_tables_compare_equal_precision(monkeypatch, capsys):
         "| 12.00 (12.00 to 12.00) | 8.00 (8.00 to 8.00) | 1.50 (1.50 to 1.50) of ddp |"
     )
     assert "| samestep-16 | ddp-fp16 |" in in_16_bits
+
+
+def test_an_ideal_link_is_busy_from_the_first_gradient_or_waits_for_the_last():
+    completed = [(1.0, 100), (2.0, 10)]  # moment and bytes
+    assert least_seconds(0.0, 3.0, completed, 1.0) == 1.0 + 110
+    assert least_seconds(0.0, 3.0, completed, 50.0) == 1.0 + 2.2
+    assert least_seconds(0.0, 3.0, [(1.0, 1), (2.0, 10)], 8.0) == 2.0 + 1.25
+    assert least_seconds(0.0, 9.0, completed, 50.0) == 9.0
