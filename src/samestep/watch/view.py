@@ -130,8 +130,8 @@ class View:
         if not data:
             with self._lock:
                 self._is_read = self._was_read = True
-                self._glimpse = None
-            return False
+                glimpse, self._glimpse = self._glimpse, None
+            return glimpse is not None  # what the row lacked until now is news
         read = list(parse_events(data))  # all or none: a newer format raises
         lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
         while batch := list(islice(events, EVENTS_AT_A_TIME)):

@@ -240,3 +240,35 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     page.wait_for(by_score, listed, run.name)
     append(runs[3], scalars(11, **{"val/acc": 0.95}))
     page.wait_for([by_score[1], by_score[0], *by_score[2:]], listed, run.name)
+
+
+def test_a_table_has_what_changes_without_an_event(run, page):
+    """A row gets its best scores once the record is read, and a run becomes silent in time."""
+    ended = {"event": "finished", "step": 2}
+    append(run, started(settings={"study": "still"}), scalars(0, loss=1), scalars(1, loss=2), ended)
+    page.open(run.name, filter="study=still").points("loss", 2)
+    page.run(  # what the server sends before the record is read, and when the run is silent
+        "const [real, id] = [window.fetch, arguments[0]];"
+        "const changes = { peeked: (row) => { row.elapsed = null;"
+        " if (row.scores) row.scores.loss = { last: 2 } }, read: () => {},"
+        " silent: (row) => { row.state = 'silent' } };"
+        "window.now = 'peeked';"
+        "window.fetch = async (...given) => { const response = await real(...given);"
+        " if (!/runs|table/.test(given[0])) return response;"
+        " const found = await response.json();"
+        " found.runs.filter((row) => row.id === id).forEach(changes[window.now]);"
+        " return Response.json(found) }",
+        run.name,
+    )
+    page.element("#tab-table").click()
+    cells = (
+        "return [...document.querySelectorAll(`#runs-table [data-run='${arguments[0]}'] td`)]"
+        ".map((cell) => cell.textContent.trim())"
+        ".filter((cell, index, all) => index < 3 || index === all.length - 2)"
+    )
+    page.wait_for(["finished", "2", "–", "–"], cells, run.name)
+    page.run("window.now = 'read'")
+    page.until(f"return (() => {{ {cells} }})()[2] === '1'", run.name)
+    assert page.run(cells, run.name)[-1] != "–"
+    page.run("window.now = 'silent'")
+    page.until(f"return (() => {{ {cells} }})()[0] === 'silent'", run.name)

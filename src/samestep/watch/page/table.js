@@ -12,6 +12,8 @@ const MOST_SCORES = 2; // chosen automatically
 const MOST_SETTINGS = 6;
 const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
+// a run becomes silent without an event, and has no `elapsed` until its record is read
+const NEWS = ["updated", "state", "elapsed", "noted"];
 
 export function tablePanel(root) {
   let runs = [];
@@ -62,7 +64,7 @@ export function tablePanel(root) {
       draw();
       const known = new Map(runs.map((run) => [run.id, run]));
       const isOld = view.rows.length !== runs.length || view.rows.some((row) =>
-        ["id", "updated", "noted"].some((key) => known.get(row.id)?.[key] !== row[key]));
+        !known.has(row.id) || NEWS.some((key) => known.get(row.id)[key] !== row[key]));
       if (!isOld || performance.now() - asked < PAUSE) return;
       asked = performance.now();
       const response = await get("/api/table");
