@@ -192,7 +192,7 @@ def test_the_means_of_an_epoch_are_those_of_its_images(trained, tmp_path, capfd)
     sizes = [400, 400, 400, 242]  # of 1,442 images
     for name in ("loss", "top1"):
         steps = [values[name] for values in recorded if name in values]
-        means = [values[f"epoch/{name}"] for values in recorded if f"epoch/{name}" in values]
+        means = [values[f"train/{name}"] for values in recorded if f"train/{name}" in values]
         assert means == [
             sum(size * value for size, value in zip(sizes, epoch, strict=True)) / sum(sizes)
             for epoch in (steps[:4], steps[4:])

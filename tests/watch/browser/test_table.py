@@ -144,6 +144,16 @@ def test_the_principal_scalars_of_a_run(run, page):
     assert principal(**{**evaluated, "val/loss": 100}, **train) == expected
     assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
     assert principal(loss=100, error=50) == {"loss": "loss"}
+    trained = {"loss": 100, "top1": 100, "train/loss": 10, "train/top1": 10}  # as the ViT recipe
+    expected = {"score": "model_top1", "loss": "model_loss"}
+    for evaluations in (5, 10):
+        scores = dict.fromkeys(("model_loss", "model_top1", "ema_loss", "ema_top1"), evaluations)
+        assert principal(**trained, **scores) == expected
+    assert principal(**trained) == {"score": "top1", "loss": "loss"}
+    for name in ("loss/test", "ema_val-loss", "held_out/loss", "evaluation loss", "Valid.loss"):
+        assert principal(**trained, **{name: 100})["loss"] == name
+    for name in ("latest_loss", "value_loss", "contest/loss"):
+        assert principal(**trained, **{name: 100})["loss"] == "loss"
     assert principal(lr=100) == principal() == {}
     for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
         assert principal(**{score: 1, "gap": 1}) == {"score": score}
