@@ -239,7 +239,7 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     newest = [folder.name for folder in reversed(runs)]
     page.wait_for(newest, listed, run.name)
     note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`).innerText"
-    page.wait_for("finished 0.7 step 40", note, runs[0].name)
+    page.wait_for("finished 0.7", note, runs[0].name)
     page.wait_for("stopped 0.9 25%", note, runs[1].name)
     page.wait_for("stopped 3 25%", note, runs[2].name)
     Select(page.element("#run-order")).select_by_value("score")
@@ -282,3 +282,60 @@ def test_a_table_has_what_changes_without_an_event(run, page):
     assert page.run(cells, run.name)[-1] != "–"
     page.run("window.now = 'silent'")
     page.until(f"return (() => {{ {cells} }})()[0] === 'silent'", run.name)
+
+
+def test_the_state_score_and_place_of_a_run_are_one_line(run, page):
+    values = {"finished": 0.9078, "running": 0.9078, "failed": 0.9078}
+    runs = {name: run.with_name(f"{run.name}-{name}") for name in values}
+    for name, folder in runs.items():
+        ended = [] if name == "running" else [{"event": name, "step": 12_345}]
+        append(folder, started(), scalars(12_345, **{"val/acc": values[name]}), *ended)
+        page.wait_for_run(folder.name)
+    page.open(run.name)
+    note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`)"
+    expected = {name: f"{name} 0.9078 @12,345" for name in values} | {"finished": "finished 0.9078"}
+    for name, folder in runs.items():
+        page.wait_for(expected[name], f"{note}?.innerText", folder.name)
+        assert page.run(f"{note}.clientHeight", folder.name) < 24  # pixels
+        line = f"{note}.firstElementChild"
+        widths = page.run(f"return [{line[7:]}.scrollWidth, {line[7:]}.clientWidth]", folder.name)
+        assert widths[0] <= widths[1]
+
+
+def test_a_table_with_live_runs_keeps_the_focus(run, place, page, names):
+    other = place / next(names)
+    for folder in (run, other):
+        append(folder, started(settings={"study": "live"}), scalars(0, a=1))
+        (folder / "notes.json").write_text('{"format": 1, "tags": ["one", "two"], "note": ""}')
+    page.open(run.name, tab="table", filter="study=live", sort="-a")
+    page.until(f"return {ROWS}.length === 2")
+    controls = (
+        f"tr[data-run='{run.name}'] th button",
+        f"tr[data-run='{run.name}'] .tag + .tag",
+        "th[data-column=a] button",
+    )
+    for step, control in enumerate(controls, 1):
+        selector = f"#runs-table {control}"
+        page.run("document.querySelector(arguments[0]).focus(); window.was = true", selector)
+        append(run, scalars(step, a=1 + step))  # which also changes the order of the rows
+        append(other, scalars(step, a=2.5 - step))
+        cells = f"document.querySelector(`#runs-table tr[data-run='{run.name}']`).textContent"
+        page.until(f"return {cells}.includes(arguments[0])", f"{1 + step}")
+        page.until("return document.activeElement.matches(arguments[0])", selector)
+
+
+def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
+    runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
+    for folder, score in zip(runs, (0.5, 0.7), strict=True):
+        append(folder, started(), scalars(0, **{"val/acc": score}))
+    page.wait_for_run(runs[1].name)
+    page.open(run.name, order="score")
+    name = page.element(f"#runs [data-run='{runs[0].name}'] .name")
+    page.run("arguments[0].focus()", name)
+    append(runs[0], scalars(1, **{"val/acc": 0.9}))
+    listed = (
+        "return [...document.querySelectorAll('#runs li')].map((item) => item.dataset.run)"
+        ".filter((name) => name.startsWith(`${arguments[0]}-`))"
+    )
+    page.wait_for([folder.name for folder in runs], listed, run.name)
+    assert page.run("return document.activeElement === arguments[0]", name)

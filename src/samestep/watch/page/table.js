@@ -1,7 +1,7 @@
 // The table of all runs: their scores, and the settings in which they differ.
 
 import { get, report } from "./api.js";
-import { h, onChange, searchBox } from "./dom.js";
+import { h, keepFocus, onChange, searchBox } from "./dom.js";
 import { ago, bestOf, count, duration, number, principal } from "./format.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
@@ -39,8 +39,8 @@ export function tablePanel(root) {
   const drawTable = onChange(({ look }, rows) => {
     const { chosen, run, tagged } = look;
     rows.forEach((row) => lines.has(row) || lines.set(row, line(row, chosen, run, tagged)));
-    table.replaceChildren(head(chosen, state.sort, tagged),
-      h("tbody", {}, rows.map((row) => lines.get(row))));
+    keepFocus(table, () => table.replaceChildren(head(chosen, state.sort, tagged),
+      h("tbody", {}, rows.map((row) => lines.get(row)))));
   });
   function draw() {
     const matching = runs.filter(matches(runs));
