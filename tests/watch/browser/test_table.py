@@ -276,10 +276,10 @@ def test_a_table_has_what_changes_without_an_event(run, page):
         ".map((cell) => cell.textContent.trim())"
         ".filter((cell, index, all) => index < 3 || index === all.length - 2)"
     )
-    page.wait_for(["finished", "2", "–", "–"], cells, run.name)
+    page.wait_for(["finished", "2", "\N{EN DASH}", "\N{EN DASH}"], cells, run.name)
     page.run("window.now = 'read'")
     page.until(f"return (() => {{ {cells} }})()[2] === '1'", run.name)
-    assert page.run(cells, run.name)[-1] != "–"
+    assert page.run(cells, run.name)[-1] != "\N{EN DASH}"
     page.run("window.now = 'silent'")
     page.until(f"return (() => {{ {cells} }})()[0] === 'silent'", run.name)
 

@@ -97,7 +97,7 @@ export function pictureOfElement(place, [top, right, bottom, left]) {
       if (one.width) pen.drawImage(one, ...area);
     } else {
       pen.fillStyle = look.color;
-      if (box.height > box.width && one.textContent.length > 1) pen.rotate(-Math.PI / 2);
+      if (look.writingMode !== "horizontal-tb") pen.rotate(-Math.PI / 2);
       pen.fillText(one.textContent, 0, 0);
     }
     pen.restore();
