@@ -233,7 +233,7 @@ def test_a_link_to_an_unknown_run_says_so(run, page, tmp_path):
 
 
 def test_only_a_loop_with_a_known_end_has_time_left_and_a_bar(run, page):
-    """The loop of endless streams has neither, and that of an epoch's steps says whose end it is."""
+    """The loop of endless streams has neither; a loop after it is named."""
     left = "return document.querySelector('[data-figure=left] dt')?.textContent ?? null"
     bar = "return Boolean(document.getElementById('progress'))"
     append(run, {**loop(0), "steps": None, "steps_per_epoch": None, "epochs": None})

@@ -36,9 +36,10 @@ export function histograms() {
   const edges = ["+", "+", "0", "−", "−"].map((sign) => h("span", {}, sign));
   const up = h("span", { class: "title-up" });
   const [first, last, most] = ["0", "0", "0"].map((text) => h("span", {}, text));
+  const title = (text) => h("span", { class: "axis-title" }, text);
   const figure = h("div", { class: "histogram" }, up, h("div", { class: "edges" }, edges), map, bars,
-    h("div", { class: "across" }, first, h("span", { class: "axis-title" }, "step"), last),
-    h("div", { class: "across" }, h("span", {}, "0"), h("span", { class: "axis-title" }, "count"), most));
+    h("div", { class: "across" }, first, title("step"), last),
+    h("div", { class: "across" }, h("span", {}, "0"), title("count"), most));
   const save = saveMenu("histogram", () =>
     ({ lines: () => table(items), picture: () => pictureOfElement(figure, MARGINS) }));
   const element = h("section", { class: "group", id: "histograms", hidden: true },

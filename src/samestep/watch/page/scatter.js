@@ -36,10 +36,10 @@ export function scatter() {
       on: { click: () => open(point.id) },
     }));
     place.dataset.scales = `${x.kind} ${y.kind}`;
-    const titles = { across: state.setting, up: state.score };
+    const titles = Object.entries({ across: state.setting, up: state.score })
+      .map(([side, text]) => h("span", { class: `title-${side}` }, text));
     keepFocus(place, () => place.replaceChildren(
-      ...labels(x, "below", "left"), ...labels(y, "beside", "bottom"), ...dots,
-      ...Object.entries(titles).map(([side, text]) => h("span", { class: `title-${side}` }, text))));
+      ...labels(x, "below", "left"), ...labels(y, "beside", "bottom"), ...dots, ...titles));
     note.textContent = hidden ? `${several(hidden, "run")} without these values not shown` : "";
   });
   return {
