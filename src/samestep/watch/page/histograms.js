@@ -37,7 +37,8 @@ export function histograms() {
   const up = h("span", { class: "title-up" });
   const [first, last, most] = ["0", "0", "0"].map((text) => h("span", {}, text));
   const title = (text) => h("span", { class: "axis-title" }, text);
-  const figure = h("div", { class: "histogram" }, up, h("div", { class: "edges" }, edges), map, bars,
+  const figure = h("div", { class: "histogram" },
+    up, h("div", { class: "edges" }, edges), map, bars,
     h("div", { class: "across" }, first, title("step"), last),
     h("div", { class: "across" }, h("span", {}, "0"), title("count"), most));
   const save = saveMenu("histogram", () =>
