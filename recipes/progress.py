@@ -19,8 +19,8 @@ class Progress:
     """Shows epoch, step, means and items per second of a loop over `run.batches` or `run.streams`.
 
     `unit` is the plural of an item. With `epoch_means`, the means over all items of an epoch are
-    logged and printed at its end; they are tracked, so that a resume within an epoch changes
-    nothing.
+    logged as `train/NAME` and printed at its end; they are tracked, so that a resume within an
+    epoch changes nothing.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
             self.epoch.add(means, items)
             if step % per_epoch == 0:
                 whole = self.epoch.take()
-                self.run.log(epoch=whole)
+                self.run.log(train=whole)
                 self._print(f"epoch {step // per_epoch}, training means: {_shown(whole)}")
 
     def is_due(self, every: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import platform
 import re
 import shlex
 import socket
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 import samestep as ss
 from samestep.errors import RecordError
 from samestep.record import read_events
+from samestep.record.events import samestep_version
 from tests.jobs import events, train
 from tests.needs import needs
 from tests.watch.writing import view_of
@@ -336,6 +338,9 @@ def test_a_start_has_the_job_s_settings_and_its_command(tmp_path):
     optimizer = {"rate": 0.1, "kind": "<class 'torch.optim.sgd.SGD'>"}
     assert start["settings"] == {"optimizer": optimizer, "sizes": [1, 2], "3": None}
     assert shlex.split(start["command"]) == sys.argv
+    versions = {"torch": torch.__version__, "numpy": np.__version__, "samestep": samestep_version()}
+    assert start["environment"].items() >= versions.items()
+    assert start["environment"]["python"] == platform.python_version()
 
 
 @pytest.mark.parametrize("settings", [3, [("lr", 0.1)], "lr=0.1"])

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,39 @@ def test_a_host_that_cannot_be_sampled_is_a_warning(tmp_path, monkeypatch, caplo
         "system samples of this host are no longer recorded: PermissionError: no /proc"
         in caplog.text
     )
+
+
+def test_disk_and_network_are_per_second_since_the_last_sample(monkeypatch):
+    clock, disk, lan, loopback = [10.0], [5_000, 100], [70, 0], [0, 0]
+    psutil = import_module("psutil")
+    monkeypatch.setattr(process.time, "monotonic", lambda: clock[0])
+    counters = lambda: SimpleNamespace(read_bytes=disk[0], write_bytes=disk[1])  # noqa: E731
+    monkeypatch.setattr(psutil, "disk_io_counters", counters)
+    monkeypatch.setattr(
+        psutil,
+        "net_io_counters",
+        lambda *, pernic: {
+            name: SimpleNamespace(bytes_recv=count[0], bytes_sent=count[1])
+            for name, count in {"eth0": lan, "eth1": lan, "lo": loopback}.items()
+        },
+    )
+    use = SystemUse()
+    clock[0], disk[:], lan[:], loopback[:] = 14.0, (9_000, 300), (72, 8), (999, 999)
+    sample = use.sample()
+    rates = ("disk_read", "disk_written", "network_received", "network_sent")
+    assert [sample[name] for name in rates] == [1000, 50, 1, 4]
+    clock[0], disk[:] = 16.0, (9_500, 100)  # a disk was removed
+    sample = use.sample()
+    assert [sample[name] for name in rates] == [250, 0, 0, 0]
+
+
+def test_a_container_without_counts_of_disks_has_no_rates_of_them(monkeypatch):
+    psutil = import_module("psutil")
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
+    use = SystemUse()
+    assert {"disk_read", "disk_written"}.isdisjoint(use.sample())
+    monkeypatch.undo()  # they appear while the run goes on
+    assert {"disk_read", "disk_written"}.isdisjoint(use.sample())
 
 
 class FakeNvml:

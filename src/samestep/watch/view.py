@@ -57,7 +57,10 @@ _HIGHER_IS_BETTER: Final = re.compile(
     r"r2(?!\d)|recall|return(?!_(dev|std))|reward|score|ssim|top-?\d)",
     re.IGNORECASE,
 )
-_EVALUATED: Final = re.compile(r"(val|valid|validation|test|eval)[/_]", re.IGNORECASE)
+_EVALUATED: Final = re.compile(
+    r"(?<![a-z])(val|valid|validation|test|eval|evaluation|held[-_ ]?out)(?![a-z])", re.IGNORECASE
+)
+_TRAINED: Final = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 ALL_SAMPLES: Final = 100_000  # of hosts, shared by their curves
 FEWEST_SAMPLES, MOST_SAMPLES = 30, 500  # per curve
 SIGNATURES: Final = {
@@ -130,8 +133,8 @@ class View:
         if not data:
             with self._lock:
                 self._is_read = self._was_read = True
-                self._glimpse = None
-            return False
+                glimpse, self._glimpse = self._glimpse, None
+            return glimpse is not None  # what the row lacked until now is news
         read = list(parse_events(data))  # all or none: a newer format raises
         lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
         while batch := list(islice(events, EVENTS_AT_A_TIME)):
@@ -403,9 +406,10 @@ def principal(curves: Mapping[str, Curve]) -> dict[str, Any] | None:
     for goal in ("highest", "lowest"):
         fitting = [name for name in curves if goal_of(name) == goal]
         most = max((len(curves[name]) for name in fitting), default=0)
-        rare = (name for name in fitting if 2 * len(curves[name]) < most)
-        evaluated = (name for name in fitting if _EVALUATED.match(name))
-        if (name := next(chain(evaluated, rare, fitting), None)) is not None:
+        others = [name for name in fitting if not _TRAINED.search(name)]
+        rare = (name for name in others if 2 * len(curves[name]) < most)
+        evaluated = (name for name in fitting if _EVALUATED.search(name))
+        if (name := next(chain(evaluated, rare, others, fitting), None)) is not None:
             return {"name": name, "last": curves[name].summary()["last"]}
     return None
 

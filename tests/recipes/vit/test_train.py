@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from recipes.vit.data import open_images
 from recipes.vit.train import evaluate, main
 from recipes.vit.training import score, training_loss
 from samestep.cli import main as samestep
+from samestep.record.source import open_source
 from samestep.snapshot.read import export, list_snapshots, load
+from samestep.watch.view import View
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
 from tests.workers import WorkerFailedError, run_workers
@@ -80,6 +83,18 @@ def test_the_number_of_workers_changes_nothing(variant, tmp_path):
     assert train(3, tmp_path / "3", *VARIANTS[variant]) == train(
         1, tmp_path / "1", *VARIANTS[variant]
     )
+
+
+def test_the_record_has_the_settings_of_the_run(trained):
+    (start,) = events(trained[0], "started")
+    written = json.loads(json.dumps(asdict(read(Settings, SMALL)), default=str))
+    assert start["settings"] == written
+
+
+def test_the_page_shows_the_score_of_the_evaluation_first(trained):
+    view = View(open_source(trained[0]))
+    view.refresh()
+    assert view.row()["principal"]["name"] == "model_top1"
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(trained, tmp_path):
@@ -192,7 +207,7 @@ def test_the_means_of_an_epoch_are_those_of_its_images(trained, tmp_path, capfd)
     sizes = [400, 400, 400, 242]  # of 1,442 images
     for name in ("loss", "top1"):
         steps = [values[name] for values in recorded if name in values]
-        means = [values[f"epoch/{name}"] for values in recorded if f"epoch/{name}" in values]
+        means = [values[f"train/{name}"] for values in recorded if f"train/{name}" in values]
         assert means == [
             sum(size * value for size, value in zip(sizes, epoch, strict=True)) / sum(sizes)
             for epoch in (steps[:4], steps[4:])

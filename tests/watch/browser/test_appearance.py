@@ -232,6 +232,28 @@ def test_a_link_to_an_unknown_run_says_so(run, page, tmp_path):
     assert page.text("#run-name") == run.name
 
 
+def test_only_a_loop_with_a_known_end_has_time_left_and_a_bar(run, page):
+    """The loop of endless streams has neither; a loop after it is named."""
+    left = "return document.querySelector('[data-figure=left] dt')?.textContent ?? null"
+    bar = "return Boolean(document.getElementById('progress'))"
+    append(run, {**loop(0), "steps": None, "steps_per_epoch": None, "epochs": None})
+    for step in range(4):
+        append(run, *losses(step))
+        time.sleep(0.05)
+    page.open(run.name).points("loss", 4)
+    page.until(
+        "return document.querySelector('[data-figure=step] small')?.innerText.endsWith('/s')"
+    )
+    assert page.run(left) is None
+    assert not page.run(bar)
+    append(run, loop(4, name="fine-tuning", steps=1000))
+    for step in range(4, 8):
+        append(run, *losses(step))
+        time.sleep(0.05)
+    page.wait_for("Left in fine-tuning", left)
+    assert page.run(bar)
+
+
 def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
     sizes = {"steps": 14, "steps_per_epoch": 7, "samples": 50, "batch_size": 8, "epochs": None}
     train = {"event": "loop", "name": "train", "step": 0, "epoch": 1, "done": 7, **sizes}
@@ -339,10 +361,14 @@ def test_a_report_is_self_contained(run, page, tmp_path):
     append(
         run,
         system("a"),
+        loop(0, steps=10, steps_per_epoch=5, epochs=2, samples=40),
         *losses(*range(10)),
+        timing(0, (0.0, 0.5, 0.25, 0.25, 0.0)),
         paint(run, 4, "lime"),
         {"event": "finished", "step": 10},
     )
+    written = {"format": 1, "tags": ["baseline"], "note": "a note of a line or more, " * 20}
+    (run / "notes.json").write_text(json.dumps(written))
     file = tmp_path / "report.html"
     command = [sys.executable, "-m", "samestep", "report", str(run), "--out", str(file)]
     subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
@@ -353,6 +379,17 @@ def test_a_report_is_self_contained(run, page, tmp_path):
     assert shown_color(page, 4) == [0, 255, 0]
     page.choose_tab("system")
     page.until("return document.querySelector('[data-measure=cpu] .readout')?.textContent === '25'")
+    about = page.text("#connection")
+    assert about.startswith("Report of 1 run, written ")
+    assert about.endswith("including its extremes")
+    page.choose_tab("curves")
+    for use_screen in (page.use_desktop_screen, page.use_laptop_screen):
+        use_screen()
+        bar = "return document.querySelector('#connection > span').getClientRects()[0].height < 24"
+        assert page.run(bar)
+        top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+        assert 0 < page.run(top) <= 200
+        assert page.text("#banner") == ""
     own = ("data:", "chrome", file.as_uri())  # the browser opens its own pages, too
     assert [url for url in page.requests() if not url.startswith(own)] == []
 

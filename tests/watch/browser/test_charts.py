@@ -10,7 +10,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.watch.browser.pages import TIMEOUT_SECONDS
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import scalars, started, system, timing
+from tests.watch.writing import histogram, scalars, started, system, timing
 
 TIP = "document.querySelector('.tip:popover-open')"
 KEYS = (
@@ -347,3 +347,55 @@ def test_a_setting_against_a_score_is_saved(run, place, page, names, tmp_path):
     assert lines[0] == "run,rate,accuracy"
     assert {line.split(",", 1)[1] for line in lines[1:]} == {"0.1,0.5", "0.2,0.75"}
     assert (0, 114, 178) in colors(picture)  # of the chosen run
+
+
+def test_histograms_have_titles_of_their_axes_and_are_saved(run, page, tmp_path):
+    bins = [-1.25, 1], [0.0, 2], [0.5, 5]
+    append(run, histogram(7, "w<b>", *bins, nan=3), histogram(1500, "w<b>", [2.0, 4]))
+    page.open(run.name)
+    page.until("return document.getElementById('histogram-readout').textContent.includes('1,500')")
+    texts = "return [...document.querySelectorAll('.histogram span')].map((one) => one.textContent)"
+    assert page.run(texts)[:1] + page.run(texts)[6:] == [
+        "w<b>",
+        "7",
+        "step",
+        "1,500",
+        "0",
+        "count",
+        "4",
+    ]
+    below = (
+        "const [map, bars, ...axes] = [...document.querySelectorAll("
+        "'.histogram > :is(canvas, .across)')].map((one) => one.getBoundingClientRect());"
+        "return axes.every((axis, index) => { const over = [map, bars][index];"
+        " return axis.top >= over.bottom && axis.left === over.left && axis.width === over.width })"
+    )
+    assert page.run(below)
+    lines, picture = saved(page, tmp_path, "histogram")
+    assert lines == [
+        "step,lower edge,upper edge,count",
+        "7,-1.5,-1.25,1",
+        "7,0,0,2",
+        "7,0.5,0.625,5",
+        "7,nan,nan,3",
+        "1500,2,2.5,4",
+    ]
+    assert picture.width > 300
+    assert picture.height > 250
+    assert len(colors(picture)) > 10
+
+
+def test_charts_of_time_workers_and_hosts_have_titles_of_their_axes(run, page):
+    parts = (0.5, 1.0, 0.25, 0.0, 0.0), (0.5, 2.0, 0.25, 0.0, 0.0)
+    append(run, started(), timing(0, *parts), timing(1, *parts), system("a"))
+    titles = {
+        "time": ["step", "seconds per step"],
+        "workers": ["step", "seconds per step"],
+        "system": ["time since the start (h:min:s)", "%", "MB/s"],
+    }
+    page.open(run.name)
+    page.collect_drawn_texts()
+    for tab, expected in titles.items():
+        page.run("drawn.length = 0")
+        page.choose_tab(tab)
+        page.until("return arguments[0].every((title) => drawn.includes(title))", expected)

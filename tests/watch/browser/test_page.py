@@ -246,7 +246,7 @@ def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
     append(one, *losses(2))  # news do not close the form
     page.points("loss", 3)
     page.element("#save-notes").click()
-    page.until("return document.querySelector('#note p')?.textContent === '<i>diverged</i>'")
+    page.until("return document.getElementById('said')?.innerText === '<i>diverged</i>'")
     tags = "return [...document.querySelectorAll('#tags .tag')].map((tag) => tag.textContent)"
     assert page.run(tags) == ["base", "<b>x</b>"]
     written = json.loads((one / "notes.json").read_text())
@@ -408,6 +408,33 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
     page.choose_tab("workers")
     slowest = "return [...document.querySelectorAll('[data-slowest]')].map((e) => e.dataset.worker)"
     page.wait_for(["1"], slowest)
+
+
+TOP = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
+
+
+def test_a_note_and_tags_leave_the_first_chart_where_it_is(run, page):
+    long = run.with_name(f"{run.name}-{'long-name-' * 9}")
+    note = "first line of <b>a note</b>, " + "which is long, " * 20 + "\nsecond line"
+    tags = ["baseline", "warmup", "three", "a-tag-that-is-longer-than-others"]
+    for folder in (run, long):
+        append(folder, loop(0, steps=9000, steps_per_epoch=300, epochs=30, samples=19_200))
+        append(folder, *losses(*range(9)), timing(0, (0.0, 0.5, 0.25, 0.25, 0.0)))
+        written = {"format": 1, "tags": tags, "note": note}
+        (folder / "notes.json").write_text(json.dumps(written))
+    page.wait_for_run(long.name)
+    for folder in (run, long):
+        page.open(folder.name).points("loss", 9)
+        page.until("return document.getElementById('said').textContent === arguments[0]", note)
+        for use_screen in (page.use_desktop_screen, page.use_laptop_screen):
+            use_screen()
+            assert 0 < page.run(TOP) <= 200
+            assert page.run("return document.querySelector('#said').clientHeight") < 24
+    page.element("#said").click()
+    page.until("return document.querySelector('#said').clientHeight > 60")
+    append(folder, *losses(9))  # news do not close it
+    page.points("loss", 10)
+    assert "second line" in page.text("#said")
 
 
 def test_a_chart_is_saved_and_its_outliers_are_ignored(run, page, tmp_path):

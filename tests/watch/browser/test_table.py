@@ -144,6 +144,16 @@ def test_the_principal_scalars_of_a_run(run, page):
     assert principal(**{**evaluated, "val/loss": 100}, **train) == expected
     assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
     assert principal(loss=100, error=50) == {"loss": "loss"}
+    trained = {"loss": 100, "top1": 100, "train/loss": 10, "train/top1": 10}  # as the ViT recipe
+    expected = {"score": "model_top1", "loss": "model_loss"}
+    for evaluations in (5, 10):
+        scores = dict.fromkeys(("model_loss", "model_top1", "ema_loss", "ema_top1"), evaluations)
+        assert principal(**trained, **scores) == expected
+    assert principal(**trained) == {"score": "top1", "loss": "loss"}
+    for name in ("loss/test", "ema_val-loss", "held_out/loss", "evaluation loss", "Valid.loss"):
+        assert principal(**trained, **{name: 100})["loss"] == name
+    for name in ("latest_loss", "value_loss", "contest/loss"):
+        assert principal(**trained, **{name: 100})["loss"] == "loss"
     assert principal(lr=100) == principal() == {}
     for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
         assert principal(**{score: 1, "gap": 1}) == {"score": score}
@@ -229,7 +239,7 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     newest = [folder.name for folder in reversed(runs)]
     page.wait_for(newest, listed, run.name)
     note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`).innerText"
-    page.wait_for("finished 0.7 step 40", note, runs[0].name)
+    page.wait_for("finished 0.7", note, runs[0].name)
     page.wait_for("stopped 0.9 25%", note, runs[1].name)
     page.wait_for("stopped 3 25%", note, runs[2].name)
     Select(page.element("#run-order")).select_by_value("score")
@@ -240,3 +250,87 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     page.wait_for(by_score, listed, run.name)
     append(runs[3], scalars(11, **{"val/acc": 0.95}))
     page.wait_for([by_score[1], by_score[0], *by_score[2:]], listed, run.name)
+
+
+def test_a_table_has_what_changes_without_an_event(run, page):
+    """A row gets its best scores once the record is read, and a run becomes silent in time."""
+    ended = {"event": "finished", "step": 2}
+    append(run, started(settings={"study": "still"}), scalars(0, loss=1), scalars(1, loss=2), ended)
+    page.open(run.name, filter="study=still").points("loss", 2)
+    page.run(  # what the server sends before the record is read, and when the run is silent
+        "const [real, id] = [window.fetch, arguments[0]];"
+        "const changes = { peeked: (row) => { row.elapsed = null;"
+        " if (row.scores) row.scores.loss = { last: 2 } }, read: () => {},"
+        " silent: (row) => { row.state = 'silent' } };"
+        "window.now = 'peeked';"
+        "window.fetch = async (...given) => { const response = await real(...given);"
+        " if (!/runs|table/.test(given[0])) return response;"
+        " const found = await response.json();"
+        " found.runs.filter((row) => row.id === id).forEach(changes[window.now]);"
+        " return Response.json(found) }",
+        run.name,
+    )
+    page.element("#tab-table").click()
+    cells = (
+        "return [...document.querySelectorAll(`#runs-table [data-run='${arguments[0]}'] td`)]"
+        ".map((cell) => cell.textContent.trim())"
+        ".filter((cell, index, all) => index < 3 || index === all.length - 2)"
+    )
+    page.wait_for(["finished", "2", "\N{EN DASH}", "\N{EN DASH}"], cells, run.name)
+    page.run("window.now = 'read'")
+    page.until(f"return (() => {{ {cells} }})()[2] === '1'", run.name)
+    assert page.run(cells, run.name)[-1] != "\N{EN DASH}"
+    page.run("window.now = 'silent'")
+    page.until(f"return (() => {{ {cells} }})()[0] === 'silent'", run.name)
+
+
+def test_the_state_score_and_place_of_a_run_are_one_line(run, page):
+    values = {"finished": 0.9078, "running": 0.9078, "failed": 0.9078}
+    runs = {name: run.with_name(f"{run.name}-{name}") for name in values}
+    for name, folder in runs.items():
+        ended = [] if name == "running" else [{"event": name, "step": 12_345}]
+        append(folder, started(), scalars(12_345, **{"val/acc": values[name]}), *ended)
+        page.wait_for_run(folder.name)
+    page.open(run.name)
+    note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`)"
+    expected = {name: f"{name} 0.9078 @12,345" for name in values} | {"finished": "finished 0.9078"}
+    for name, folder in runs.items():
+        page.wait_for(expected[name], f"{note}?.innerText", folder.name)
+        assert page.run(f"{note}.clientHeight", folder.name) < 24  # pixels
+        line = f"{note}.firstElementChild"
+        widths = page.run(f"return [{line[7:]}.scrollWidth, {line[7:]}.clientWidth]", folder.name)
+        assert widths[0] <= widths[1]
+
+
+def test_a_table_with_live_runs_keeps_the_focus(run, place, page, names):
+    other = place / next(names)
+    for folder in (run, other):
+        append(folder, started(settings={"study": "live"}), scalars(0, a=1))
+    page.open(run.name, tab="table", filter="study=live", sort="-a")
+    page.until(f"return {ROWS}.length === 2")
+    controls = f"tr[data-run='{run.name}'] th button", "th[data-column=a] button"
+    for step, control in enumerate(controls, 1):
+        selector = f"#runs-table {control}"
+        page.run("document.querySelector(arguments[0]).focus()", selector)
+        append(run, scalars(step, a=1 + step))  # which also changes the order of the rows
+        append(other, scalars(step, a=2.5 - step))
+        cells = f"document.querySelector(`#runs-table tr[data-run='{run.name}']`).textContent"
+        page.until(f"return {cells}.includes(arguments[0])", f"{1 + step}")
+        page.until("return document.activeElement.matches(arguments[0])", selector)
+
+
+def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
+    runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
+    for folder, score in zip(runs, (0.5, 0.7), strict=True):
+        append(folder, started(), scalars(0, **{"val/acc": score}))
+    page.wait_for_run(runs[1].name)
+    page.open(run.name, order="score")
+    name = page.element(f"#runs [data-run='{runs[0].name}'] .name")
+    page.run("arguments[0].focus()", name)
+    append(runs[0], scalars(1, **{"val/acc": 0.9}))
+    listed = (
+        "return [...document.querySelectorAll('#runs li')].map((item) => item.dataset.run)"
+        ".filter((name) => name.startsWith(`${arguments[0]}-`))"
+    )
+    page.wait_for([folder.name for folder in runs], listed, run.name)
+    assert page.run("return document.activeElement === arguments[0]", name)

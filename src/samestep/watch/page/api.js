@@ -5,7 +5,7 @@ import { announce, byId } from "./dom.js";
 const AT_ONCE = 4; // a browser has six connections per server, and the stream of changes takes one
 const LONGEST_PAUSE = 5000; // milliseconds
 const LABELS = {
-  connecting: "Connecting", live: "Live", lost: "Not connected, trying again", report: "Report",
+  connecting: "Connecting", live: "Live", lost: "Not connected, trying again",
 };
 const embedded = document.getElementById("answers");
 const archive = embedded && JSON.parse(embedded.textContent);
@@ -186,7 +186,7 @@ function showConnection(now) {
   const element = byId("connection");
   const before = element.dataset.state;
   element.dataset.state = now;
-  element.lastElementChild.textContent = LABELS[now];
+  element.lastElementChild.textContent = element.title = LABELS[now] ?? report.text;
   if (now === "lost" && before === "live") announce("Lost the connection. Trying again.");
   if (now === "live" && before === "lost") announce("Connected again.");
 }

@@ -29,6 +29,28 @@ export function onChange(draw) {
   };
 }
 
+/**
+ * Call `draw`, which replaces elements within `root`, and give the focus back: to the same control,
+ * or to the one at its place in what stands for the same run or column.
+ */
+export function keepFocus(root, draw) {
+  const { activeElement: active } = document;
+  const had = root.contains(active);
+  const controls = (owner) => [...owner.querySelectorAll("button, input")];
+  const owner = had && active.closest("[data-run], [data-column]");
+  const place = owner && controls(owner).indexOf(active);
+  draw();
+  if (!had) return;
+  const isSame = ({ dataset: { run, column } }) =>
+    run === owner.dataset.run && column === owner.dataset.column;
+  const again = () => {
+    const found = [...root.querySelectorAll("[data-run], [data-column]")].find(isSame);
+    return found && (place < 0 ? found : controls(found)[place]);
+  };
+  const next = active.isConnected ? active : owner && again();
+  next?.focus({ preventScroll: true }); // news do not move the page
+}
+
 /** Return a text field whose label is for screen readers only. */
 export function searchBox(id, label, listener) {
   return h("input", {

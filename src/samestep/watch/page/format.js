@@ -111,15 +111,21 @@ export function goal(name) {
 /** Return the best value of a scalar; the highest if its name does not say what is better. */
 export const bestOf = ({ name, lowest, highest }) => (goal(name) === "lowest" ? lowest : highest);
 
-const EVALUATED = /^(val|valid|validation|test|eval)[/_]/i;
+const EVALUATED =
+  /(?<![a-z])(val|valid|validation|test|eval|evaluation|held[-_ ]?out)(?![a-z])/i;
+const TRAINED = /(?<![a-z])train(ing)?(?![a-z])/i;
 
-/** Return the `score` and the `loss` among scalars, first those of an evaluation: it is rarer. */
+/**
+ * Return the `score` and the `loss` among scalars, first those of an evaluation: by their names, or
+ * because they are rarer and not named after training.
+ */
 export function principal(scalars) {
   const first = (wanted) => {
     const fitting = scalars.filter(({ name }) => goal(name) === wanted);
     const most = Math.max(...fitting.map(({ points }) => points));
+    const others = fitting.filter(({ name }) => !TRAINED.test(name));
     return fitting.find(({ name }) => EVALUATED.test(name)) ??
-      fitting.find(({ points }) => points < most / 2) ?? fitting[0];
+      others.find(({ points }) => points < most / 2) ?? others[0] ?? fitting[0];
   };
   const found = { score: first("highest"), loss: first("lowest") };
   return Object.fromEntries(Object.entries(found).filter(([, scalar]) => scalar));

@@ -4,12 +4,14 @@ import { latest, path } from "./api.js";
 import { resolved } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, number, several } from "./format.js";
+import { pictureOfElement, saveMenu } from "./saving.js";
 import { choose, state } from "./state.js";
 
 const OCTAVES = 16; // below the largest edge; smaller values are drawn as zeros
 const HALF = 4 * OCTAVES; // rows of positive numbers: a power of two has four bins
 const ROWS = 2 * HALF + 1;
 const BAR = 160; // pixels of the longest bar
+const MARGINS = [4, 4, 4, 4]; // pixels around a picture
 
 export function histograms() {
   let items = [];
@@ -32,11 +34,19 @@ export function histograms() {
   const map = h("canvas", { height: ROWS, role: "img" });
   const bars = h("canvas", { height: ROWS, width: BAR, "aria-hidden": "true" });
   const edges = ["+", "+", "0", "−", "−"].map((sign) => h("span", {}, sign));
+  const up = h("span", { class: "title-up" });
+  const [first, last, most] = ["0", "0", "0"].map((text) => h("span", {}, text));
+  const title = (text) => h("span", { class: "axis-title" }, text);
+  const figure = h("div", { class: "histogram" },
+    up, h("div", { class: "edges" }, edges), map, bars,
+    h("div", { class: "across" }, first, title("step"), last),
+    h("div", { class: "across" }, h("span", {}, "0"), title("count"), most));
+  const save = saveMenu("histogram", () =>
+    ({ lines: () => table(items), picture: () => pictureOfElement(figure, MARGINS) }));
   const element = h("section", { class: "group", id: "histograms", hidden: true },
-    h("h2", {}, "Histograms"),
+    h("header", { class: "head" }, h("h2", {}, "Histograms"), save),
     h("div", { class: "tools" }, select, h("label", { class: "slider wide" }, "Step", slider)),
-    readout,
-    h("div", { class: "histogram" }, h("div", { class: "edges" }, edges), map, bars));
+    readout, figure);
   const list = onChange((names) =>
     select.replaceChildren(...names.map((name) => h("option", { value: name }, name))));
 
@@ -56,6 +66,9 @@ export function histograms() {
     [`${label(0)}`, `${label(8)}`, "0", `−${label(8)}`, `−${label(0)}`].forEach((text, index) => {
       edges[index].textContent = Number.isFinite(top) ? text : "";
     });
+    [first, last].forEach((end, index) => (end.textContent = count(items.at(-index).step)));
+    most.textContent = count(Math.max(...columns[at]));
+    up.textContent = up.title = select.value;
     readout.textContent = described(items[at]);
     slider.setAttribute("aria-valuetext", readout.textContent);
     const range = `steps ${count(items[0].step)} to ${count(items.at(-1).step)}`;
@@ -81,6 +94,20 @@ export function histograms() {
     repaint: draw,
   };
 }
+
+/** Return the lines of a table: each bin of each step, and the values that no bin has. */
+function table(items) {
+  const lines = items.flatMap(({ step, bins, ...others }) => [
+    ...bins.map(([edge, values]) => [step, ...[edge, outer(edge)].sort((a, b) => a - b), values]),
+    ...["nan", "inf", "-inf"].filter((name) => others[name])
+      .map((name) => [step, name, name, others[name]]),
+  ]);
+  return [["step", "lower edge", "upper edge", "count"], ...lines];
+}
+
+/** Return the edge of a bin that is farther from zero. */
+const outer = (edge) =>
+  edge && edge + Math.sign(edge) * 2 ** (Math.floor(Math.log2(Math.abs(edge))) - 2);
 
 /** The place of a bin among all positive ones: four per power of two; zeros are below all. */
 function place(edge) {

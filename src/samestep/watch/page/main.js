@@ -125,7 +125,7 @@ function news(ids) {
 function showFaults() {
   const banner = byId("banner");
   const message = ({ location, text }) => `cannot read ${location}, will try again: ${text}`;
-  const texts = report ? [report.text] : found.faults.map(message);
+  const texts = found.faults.map(message);
   if (found.missing) texts.push(`there is no run ${found.missing} here; the newest is shown`);
   banner.textContent = texts.join("; ");
   banner.hidden = !texts.length;

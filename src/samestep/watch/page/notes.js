@@ -1,4 +1,4 @@
-// Tags and the note of a run: shown below its name, and edited there.
+// Tags and the note of a run: shown beside its name, and edited below it.
 
 import { put, report } from "./api.js";
 import { h, onChange } from "./dom.js";
@@ -18,6 +18,8 @@ export function tagButtons(tags) {
 
 export function notes() {
   const line = h("span", { class: "tags", id: "tags" });
+  const said = h("summary");
+  const short = h("details", { class: "said", id: "said" }, said); // one line until it is opened
   const text = h("div", { id: "note" });
   const forms = new Map(); // by run, so that no text is lost when another run is chosen
   let last;
@@ -31,7 +33,9 @@ export function notes() {
       on: { click: edit } }, "Tags and note");
     const why = run.locked && h("small", { id: "notes-locked" }, `Not editable: ${run.locked}`);
     line.replaceChildren(...tagButtons(run.tags), ...(report ? [] : [why || button]));
-    const shown = forms.get(run.id) ?? (run.note ? h("p", {}, run.note) : "");
+    said.textContent = said.title = run.note;
+    short.hidden = !run.note;
+    const shown = forms.get(run.id) ?? "";
     if (text.firstChild !== shown) text.replaceChildren(shown);
   });
 
@@ -58,5 +62,5 @@ export function notes() {
     const { id, tags, note, locked, noted } = run;
     draw({ id, tags, note, locked, noted, editing: forms.has(id) });
   }
-  return { line, text, update };
+  return { line, short, text, update };
 }

@@ -1,7 +1,7 @@
 // The state of a run: progress, speed, expected end, and missing parts of its record.
 
 import { answers } from "./answers.js";
-import { h, onChange } from "./dom.js";
+import { h, keepFocus, onChange } from "./dom.js";
 import { ago, count, duration, moment, near, number, several } from "./format.js";
 import { notes } from "./notes.js";
 
@@ -13,9 +13,9 @@ export function overview(root) {
   const below = h("div");
   root.append(body, noted.text, three.element, below);
   const draw = onChange((run, clock, isLoading) => {
-    const focused = noted.line.contains(document.activeElement) && document.activeElement;
-    body.replaceChildren(...content(run, age, clock, noted.line, isLoading).filter(Boolean));
-    if (focused) focused.focus();
+    const beside = [noted.line, noted.short];
+    keepFocus(body, () =>
+      body.replaceChildren(...content(run, age, clock, beside, isLoading).filter(Boolean)));
     below.replaceChildren(...(run ? losses(run) : []));
   });
   return {
@@ -42,7 +42,7 @@ export function overview(root) {
   };
 }
 
-function content(run, age, clock, tags, isLoading) {
+function content(run, age, clock, beside, isLoading) {
   if (!run) {
     const text = isLoading ? "Loading…"
       : "No run yet. It appears here once it has written its first event.";
@@ -63,7 +63,7 @@ function content(run, age, clock, tags, isLoading) {
     h("header", { class: "title" },
       h("h1", { id: "run-name", title: run.name }, run.name),
       h("span", { class: "state", id: "run-state", "data-state": run.state }, run.state),
-      tags, age,
+      beside, age,
       h("dl", { class: "figures" },
         left !== null && figure("left", leftIn(progress),
           duration(left), `ends ${near(clock + left, clock)}`),

@@ -69,8 +69,8 @@ function pictureOf({ curves, plot }, name) {
   return picture;
 }
 
-/** Return a picture of an element whose children are texts and round buttons, with margins. */
-export function pictureOfDots(place, [top, right, bottom, left]) {
+/** Return a picture of an element of texts, canvases and round buttons, with margins. */
+export function pictureOfElement(place, [top, right, bottom, left]) {
   const frame = place.getBoundingClientRect();
   const size = [frame.width + left + right, frame.height + top + bottom];
   const { picture, pen } = sheet(...size, devicePixelRatio);
@@ -79,7 +79,8 @@ export function pictureOfDots(place, [top, right, bottom, left]) {
   pen.strokeRect(frame.left, frame.top, frame.width, frame.height);
   Object.assign(pen, { font: "11px system-ui, sans-serif", textAlign: "center" });
   pen.textBaseline = "middle";
-  for (const one of place.children) {
+  pen.imageSmoothingEnabled = false; // the canvas of a histogram has a pixel per bin
+  for (const one of place.querySelectorAll("button, canvas, span")) {
     const box = one.getBoundingClientRect();
     const look = getComputedStyle(one);
     pen.save();
@@ -89,9 +90,14 @@ export function pictureOfDots(place, [top, right, bottom, left]) {
       pen.beginPath();
       pen.arc(0, 0, 4, 0, 2 * Math.PI);
       pen.fill();
+    } else if (one.matches("canvas")) {
+      const area = [-box.width / 2, -box.height / 2, box.width, box.height];
+      pen.fillStyle = look.backgroundColor;
+      pen.fillRect(...area);
+      if (one.width) pen.drawImage(one, ...area);
     } else {
       pen.fillStyle = look.color;
-      if (box.height > box.width && one.textContent.length > 1) pen.rotate(-Math.PI / 2);
+      if (look.writingMode !== "horizontal-tb") pen.rotate(-Math.PI / 2);
       pen.fillText(one.textContent, 0, 0);
     }
     pen.restore();

@@ -1,9 +1,9 @@
 // One setting against one score: each run of the table is a point.
 
 import { lookOf } from "./colors.js";
-import { h, onChange } from "./dom.js";
+import { h, keepFocus, onChange } from "./dom.js";
 import { number, several, tick } from "./format.js";
-import { pictureOfDots, plain, saveMenu } from "./saving.js";
+import { pictureOfElement, plain, saveMenu } from "./saving.js";
 import { choose, state } from "./state.js";
 
 const DECADES = 1.5; // a wider span of values has a logarithmic axis
@@ -19,7 +19,7 @@ export function scatter() {
   const save = saveMenu("a setting against a score", () => ({
     lines: () => [["run", state.setting, state.score].map(plain),
       ...shown.map(({ name, x, y }) => [plain(name), plain(String(x)), y])],
-    picture: () => pictureOfDots(place, MARGINS),
+    picture: () => pictureOfElement(place, MARGINS),
   }));
   const head = h("header", { class: "head" }, h("span"), save);
   const element = h("div", { hidden: true }, head, place, note);
@@ -36,9 +36,10 @@ export function scatter() {
       on: { click: () => open(point.id) },
     }));
     place.dataset.scales = `${x.kind} ${y.kind}`;
-    const titles = { across: state.setting, up: state.score };
-    place.replaceChildren(...labels(x, "below", "left"), ...labels(y, "beside", "bottom"), ...dots,
-      ...Object.entries(titles).map(([side, text]) => h("span", { class: `title-${side}` }, text)));
+    const titles = Object.entries({ across: state.setting, up: state.score })
+      .map(([side, text]) => h("span", { class: `title-${side}` }, text));
+    keepFocus(place, () => place.replaceChildren(
+      ...labels(x, "below", "left"), ...labels(y, "beside", "bottom"), ...dots, ...titles));
     note.textContent = hidden ? `${several(hidden, "run")} without these values not shown` : "";
   });
   return {

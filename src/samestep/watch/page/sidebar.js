@@ -1,7 +1,7 @@
 // The list of runs: checkboxes select curves to overlay, names the run shown elsewhere on the page.
 
 import { lineKey, lookOf } from "./colors.js";
-import { byId, h, onChange, searchBox } from "./dom.js";
+import { byId, h, keepFocus, onChange, searchBox } from "./dom.js";
 import { count, goal, number } from "./format.js";
 import { choose, state } from "./state.js";
 
@@ -42,8 +42,8 @@ export function sidebar(root) {
   };
 
   const items = new Map();
-  const arrange = onChange((ids) =>
-    list.replaceChildren(...ids.map((id) => items.get(id).element)));
+  const arrange = onChange((ids) => keepFocus(list, () =>
+    list.replaceChildren(...ids.map((id) => items.get(id).element))));
 
   function update(view) {
     last = view;
@@ -90,9 +90,12 @@ function item(id) {
     const badge = h("span", { class: "state", "data-state": row.state }, row.state);
     const { name: scored, last: value } = row.principal ?? {};
     const score = scored && h("b", { title: scored }, number(value));
-    const isPart = row.share !== null && row.state !== "finished";
-    const place = isPart ? `${Math.floor(100 * row.share)}%` : `step ${count(row.step)}`;
-    note.replaceChildren(...[badge, score, place].filter(Boolean).flatMap((one) => [" ", one]));
+    const step = `${score ? "@" : "step "}${count(row.step)}`; // as in "best 0.9@15"
+    const at = row.share === null ? step : `${Math.floor(100 * row.share)}%`;
+    const parts = [badge, score, row.state !== "finished" && at].filter(Boolean);
+    const line = h("span", { class: "line" }, parts.flatMap((one) => [" ", one]));
+    line.title = line.textContent.trim().replace("@", "at step ");
+    note.replaceChildren(line);
     if (row.nonfinite.length) {
       note.append(" ", h("span", { class: "state", "data-state": "nonfinite" }, "not finite"));
     }

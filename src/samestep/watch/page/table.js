@@ -1,7 +1,7 @@
 // The table of all runs: their scores, and the settings in which they differ.
 
 import { get, report } from "./api.js";
-import { h, onChange, searchBox } from "./dom.js";
+import { h, keepFocus, onChange, searchBox } from "./dom.js";
 import { ago, bestOf, count, duration, number, principal } from "./format.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
@@ -12,6 +12,8 @@ const MOST_SCORES = 2; // chosen automatically
 const MOST_SETTINGS = 6;
 const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
+// a run becomes silent without an event, and has no `elapsed` until its record is read
+const NEWS = ["updated", "state", "elapsed", "noted"];
 
 export function tablePanel(root) {
   let runs = [];
@@ -37,8 +39,8 @@ export function tablePanel(root) {
   const drawTable = onChange(({ look }, rows) => {
     const { chosen, run, tagged } = look;
     rows.forEach((row) => lines.has(row) || lines.set(row, line(row, chosen, run, tagged)));
-    table.replaceChildren(head(chosen, state.sort, tagged),
-      h("tbody", {}, rows.map((row) => lines.get(row))));
+    keepFocus(table, () => table.replaceChildren(head(chosen, state.sort, tagged),
+      h("tbody", {}, rows.map((row) => lines.get(row)))));
   });
   function draw() {
     const matching = runs.filter(matches(runs));
@@ -62,7 +64,7 @@ export function tablePanel(root) {
       draw();
       const known = new Map(runs.map((run) => [run.id, run]));
       const isOld = view.rows.length !== runs.length || view.rows.some((row) =>
-        ["id", "updated", "noted"].some((key) => known.get(row.id)?.[key] !== row[key]));
+        !known.has(row.id) || NEWS.some((key) => known.get(row.id)[key] !== row[key]));
       if (!isOld || performance.now() - asked < PAUSE) return;
       asked = performance.now();
       const response = await get("/api/table");
