@@ -124,7 +124,7 @@ def test_disk_and_network_are_per_second_since_the_last_sample(monkeypatch):
     monkeypatch.setattr(
         psutil,
         "net_io_counters",
-        lambda *, pernic: {
+        lambda **_: {
             name: SimpleNamespace(bytes_recv=count[0], bytes_sent=count[1])
             for name, count in {"eth0": lan, "eth1": lan, "lo": loopback}.items()
         },
