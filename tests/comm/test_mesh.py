@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samestep.comm import mesh
+from samestep.comm import mesh, watchdog
 from samestep.comm.mesh import SLOT_BYTES, StatusBoard, boards, create_boards
 from samestep.comm.rendezvous import PeerInfo, PeerListener
 from samestep.errors import WorldError
@@ -101,20 +101,24 @@ def test_a_worker_that_leaves_is_noticed_by_the_others():
 
 
 def test_a_worker_that_was_stopped_is_named_after_the_timeout():
-    named = get_context("fork").Barrier(2)
+    both = get_context("fork").Barrier(2)
 
     def body():
+        # for a busy machine
+        watchdog.RESPONSE_SECONDS = watchdog.DIAGNOSIS_SECONDS = watchdog.EXIT_SECONDS = 30.0
         world = patient_shared_world(timeout=3)
         pids = world.all_gather_json(os.getpid(), "sharing pids")
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
+        both.wait(30)
         message = wait_until_error(world, "waiting")
+        both.wait(30)  # a worker that closes its world ends the other's wait
         assert state_of(pids[1]) == "T"
         with pytest.raises(WorldError, match="while waiting again"):
             world.barrier("waiting again")
         world.close()
-        named.wait(30)
+        both.wait(30)
         if world.rank == 0:
             os.kill(pids[1], signal.SIGCONT)
         return message

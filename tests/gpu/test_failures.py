@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import samestep as ss
-from samestep.comm import distributed
+from samestep.comm import distributed, watchdog
 from samestep.errors import HangError
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT, VISIBLE
 from tests.jobs import events
@@ -54,6 +55,53 @@ def test_failed_worker_does_not_wait_for_nccl(gpus):
     )
 
 
+def closing(error, timeout=4.0):
+    """Train without a `with` block, and leave the first step by `error` or a break."""
+    run = ss.init(lanes=2, timeout=timeout, check_every=None)
+    try:
+        model = run.replicate(nn.Linear(64, 8))
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches([torch.ones(64)] * 4, 4, steps=1):
+            run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
+            optimizer.step()
+            if error is not None and run.rank == 1:
+                raise error
+            break
+    finally:
+        run.close()
+
+
+def test_worker_that_failed_closes_its_run_without_waiting_for_nccl(gpus):
+    first, second = gpus.ends_of(2, closing, ValueError("its own"), **{HANGS_AT: GATHER})
+    assert isinstance(second.error, ValueError)
+    assert first.exitcode == 1
+
+
+def ending(timeout=4.0):
+    """Train for one step, after which nothing reads what the device computes."""
+    with ss.init(lanes=2, timeout=timeout, check_every=None) as run:
+        model = run.replicate(nn.Linear(64, 8))
+        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches([torch.ones(64)] * 4, 4, steps=1):
+            run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("ends", [ending, partial(closing, None)])
+def test_hang_in_the_last_step_is_reported(ends, gpus):
+    ends = gpus.ends_of(2, ends, **{HANGS_AT: GATHER})
+    hang = one_hang(ends, gpus.printed)
+    assert "timed out after 4 s: workers 0 and 1 were gathering parameters at step" in hang
+
+
+def one_hang(ends, printed):
+    """Return the only report of a hang, after which all workers exit."""
+    hangs = [str(end.error) for end in ends if isinstance(end.error, HangError)]
+    assert len(hangs) == 1, [*map(str, ends), printed]
+    assert [end.exitcode for end in ends] == [1, 1]
+    return hangs[0]
+
+
 def launched():
     os.environ[HANGS_AT] = GATHER
     with pytest.raises(ss.WorkerError, match=r"(?s)worker 1 failed first: ValueError.*fail_on_wor"):
@@ -74,27 +122,28 @@ def test_launcher_names_the_worker_that_failed_while_nccl_hangs(gpus):
 )
 def test_hang_of_nccl_is_reported(call, what, gpus):
     ends = gpus.ends_of(2, train, **{HANGS_AT: call})
-    hangs = [end.error for end in ends if isinstance(end.error, HangError)]
-    assert len(hangs) == 1, [*map(str, ends), gpus.printed]
-    (hang,) = hangs
-    assert f"timed out after 4 s: workers 0 and 1 were {what} at step" in str(hang)
-    assert "the network between them lost data" in str(hang)
-    assert [end.exitcode for end in ends] == [1, 1]
+    hang = one_hang(ends, gpus.printed)
+    assert f"timed out after 4 s: workers 0 and 1 were {what} at step" in hang
+    assert "the network between them lost data" in hang
 
 
-def read(run, model):
+def read_late(run, model):
+    run._world.barrier("meeting")
+    if run.rank == 0:  # notices the hang first
+        run._world._enqueued_at -= 61
     model.weight.sum().item()  # waits for the device
 
 
 def reading():
-    train(read)
+    watchdog.RESPONSE_SECONDS = watchdog.DIAGNOSIS_SECONDS = 30.0  # for a busy machine
+    train(read_late, timeout=60.0)
 
 
 def test_hang_of_nccl_is_reported_while_the_program_waits_for_the_device(gpus):
     ends = gpus.ends_of(2, reading, **{HANGS_AT: GATHER})
     assert [end.exitcode for end in ends] == [1, 1]
     assert (
-        "timed out after 4 s: workers 0 and 1 were gathering parameters at step 0" in gpus.printed
+        "timed out after 60 s: workers 0 and 1 were gathering parameters at step 0" in gpus.printed
     )
     assert "samestep: terminating worker 0 at step 0" in gpus.printed
 
@@ -110,10 +159,10 @@ def watched():
             run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
             optimizer.step()
             run._world._enqueued_at -= 61
-            with ThreadPoolExecutor(1) as watchdog:
-                late = watchdog.submit(run._world.status.overdue).result()
+            with ThreadPoolExecutor(1) as thread:
+                late = thread.submit(run._world.status.overdue, 60).result()
                 torch.cuda.synchronize()
-                completed = watchdog.submit(run._world.status.overdue).result()
+                completed = thread.submit(run._world.status.overdue, 60).result()
         return late, completed, device.opened
 
 

@@ -87,6 +87,19 @@ def test_fork_server_is_not_used_if_an_import_spoils_its_forks(nvml, answer, gpu
     assert gpus.call(answer_of_fork_server, tmp_path, nvml) == answer
 
 
+def nvml_setting():
+    return os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def launched_settings():
+    assert nvml_setting() is None
+    return ss.launch(nvml_setting, workers=2)
+
+
+def test_launched_workers_ask_nvml_whether_there_are_gpus(gpus):
+    assert gpus.call(launched_settings) == "1"
+
+
 def asked_of_the_driver():
     from tests.gpu.simulated.device import calls
 

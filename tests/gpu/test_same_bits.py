@@ -18,6 +18,7 @@ from tests.gpu.simulated import VISIBLE
 from tests.jobs import Net, classify, fingerprint, images
 from tests.ports import free_port
 from tests.run.kinds import streams_job
+from tests.run.test_same_bits import cast_once
 
 
 def moved(state):
@@ -229,6 +230,11 @@ def test_streams_have_the_same_bits(gpus):
     one = gpus.call(streamed, 1)
     assert gpus.call(streamed, 2) == one
     assert gpus.workers(2, streamed, 1, **{VISIBLE: "0,1"}) == [one] * 2
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_lanes_and_blocks_cast_a_parameter_once_on_a_device(embeds, gpus):
+    assert gpus.call(cast_once, embeds=embeds) == "cuda"
 
 
 def compared(flipped):

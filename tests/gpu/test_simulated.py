@@ -112,6 +112,19 @@ def test_waits_of_the_host_are_counted(gpus):
     assert some[-2].endswith("cuda:1")
 
 
+def running_statistics():
+    norms = [nn.BatchNorm1d(3), nn.BatchNorm1d(3).cuda()]
+    for norm in norms:
+        norm(torch.arange(12.0).view(4, 3).to(norm.weight.device))
+    return [[norm.running_mean.tolist(), norm.running_var.tolist()] for norm in norms]
+
+
+def test_batch_norm_updates_its_running_statistics(gpus):
+    on_cpu, on_device = gpus.call(running_statistics)
+    assert on_cpu == on_device
+    assert on_cpu != [[0.0] * 3, [1.0] * 3]
+
+
 def random_numbers():
     drawn = []
     for _ in range(2):

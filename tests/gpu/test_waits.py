@@ -218,10 +218,13 @@ def test_loss_that_is_not_finite_is_noticed_in_its_step(gpus):
 
 
 def peer_copies_of(layers, norm):
-    """Return how often tensors are copied between devices in an evaluation and before a step."""
+    """Return how often tensors are copied between devices.
+
+    Before an evaluation computes, before a step computes, and after it.
+    """
     from tests.gpu.simulated.device import LIBRARY
 
-    def copies_before(call, *args):
+    def copies_of(call, *args):
         before, during = LIBRARY.sim_peer_copies(), []
 
         def fn(model, batch):
@@ -229,21 +232,24 @@ def peer_copies_of(layers, norm):
             return classify(model, batch)
 
         call(fn, model, *args)
-        return during[0]
+        return during[0], LIBRARY.sim_peer_copies() - before - during[-1]
 
     with ss.init(lanes=2, devices=2, timeout=60) as run:
         norms = [nn.Sequential(nn.Linear(64, 64), norm(64)) for _ in range(layers)]
         model = run.replicate(nn.Sequential(nn.Flatten(), *norms, nn.Linear(64, 10)))
         for batch in run.batches(images(32), 16, steps=2):
             model.zero_grad()
-            evaluated = copies_before(run.evaluate, images(4), 4)
-            trained = copies_before(run.backward, batch)
-    return evaluated, trained
+            evaluated, _ = copies_of(run.evaluate, images(4), 4)
+            trained = copies_of(run.backward, batch)
+    return evaluated, *trained
 
 
 @pytest.mark.parametrize(("norm", "dtypes"), [(nn.LayerNorm, 1), (nn.BatchNorm1d, 2)])
-def test_small_tensors_of_a_dtype_are_copied_to_other_devices_together(norm, dtypes, gpus):
-    assert gpus.call(peer_copies_of, 9, norm) == (dtypes, dtypes)
+def test_small_tensors_of_a_dtype_are_copied_between_devices_together(norm, dtypes, gpus):
+    evaluated, before, after = gpus.call(peer_copies_of, 9, norm)
+    assert (evaluated, before) == (dtypes, dtypes)
+    gradients, buffers = 2 * 19, dtypes if norm is nn.BatchNorm1d else 0
+    assert after == gradients + buffers
 
 
 def timings_of_steps(directory):

@@ -79,8 +79,17 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("embed", [None, lambda model, batch: model(batch[0].flatten(1))])
-def test_lanes_and_blocks_cast_a_parameter_once(embed):
+@pytest.mark.parametrize("embeds", [False, True])
+def test_lanes_and_blocks_cast_a_parameter_once(embeds):
+    assert cast_once(embeds=embeds) == "cpu"
+
+
+def cast_once(*, embeds):
+    """Check the casts of a step and of an evaluation; return the kind of device."""
+
+    def embed(model, batch):
+        return model(batch[0].flatten(1))
+
     def loss_fn(model, batch):
         if torch.rand(()) < 0.5:
             with torch.no_grad():
@@ -94,12 +103,16 @@ def test_lanes_and_blocks_cast_a_parameter_once(embed):
         model = run.replicate(torch.nn.Linear(64, 10))
         (batch,) = run.batches(images(16), 16, steps=1)
         with Casts(model.weight.shape) as casts:
-            run.backward(contrast if embed else loss_fn, model, batch, embed=embed)
+            if embeds:
+                run.backward(contrast, model, batch, embed=embed)
+            else:
+                run.backward(loss_fn, model, batch)
         assert casts.count == 1
         assert model.weight.grad.abs().sum() > 0
         with Casts(model.weight.shape) as casts:
             run.evaluate(loss_fn, model, images(16), 4)
         assert casts.count == 1
+        return run.device.type
 
 
 def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(tmp_path):

@@ -424,14 +424,14 @@ class Distributed(World):
                 time.sleep(POLL_SECONDS)
         self._enqueued = ""
 
-    def _overdue(self) -> str:
-        """Return the call that the GPU has not completed in time, "" if there is none.
+    def _overdue(self, seconds: float) -> str:
+        """Return the call that the GPU has not completed in `seconds`, "" if there is none.
 
         The watchdog calls this, because the program may wait for the GPU anywhere. A CUDA call in
         its thread could wait as well, and would take memory on the first GPU.
         """
         what, completed = self._enqueued, self._completed
-        late = time.monotonic() - self._enqueued_at > self._timeout_seconds
+        late = time.monotonic() - self._enqueued_at > seconds
         if not what or not late or completed is None:
             return ""
         return what if ctypes.c_int64.from_address(completed.data_ptr()).value < self._calls else ""

@@ -34,8 +34,8 @@ class WorkerStatus:
         self.collective = ""
         self.since = time.monotonic()
         self.waited = 0.0  # seconds, in all calls so far
-        # the call that this worker's GPU has not completed within the timeout, "" if there is none
-        self.overdue: Callable[[], str] = lambda: ""
+        # the call that this worker's GPU has not completed within some seconds, "" if there is none
+        self.overdue: Callable[[float], str] = lambda _: ""
         # called from a thread with one line about workers that keep others waiting
         self.on_stall: Callable[[str], None] = lambda _: None
         # called from the same thread when such a wait has ended

@@ -199,7 +199,9 @@ class Watchdog(WorkerStatus):
 
     def _check_gpu(self) -> None:
         """Report a hang of the GPU while the program waits for it elsewhere, as in `.item()`."""
-        if self._failure is None and not self.collective and (what := self.overdue()):
+        if self._failure is not None or self.collective:
+            return
+        if what := self.overdue(self._timeout_seconds):
             self.collective = what
             found = self._diagnose()
             os.write(2, f"samestep: {found}\n".encode(errors="replace"))
@@ -267,6 +269,8 @@ class Watchdog(WorkerStatus):
 
     def _raise_alarm(self) -> None:
         self._alarmed = True
+        # the program may wait for its GPU, which began to wait later than that of the reporter
+        self.collective = self.collective or self.overdue(0.0)
         self._write_at = self._publish_at = 0.0
         self._board.write_news({ALARM: True})
 

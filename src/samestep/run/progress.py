@@ -340,5 +340,9 @@ class Progress:
         return f"finished after {self.step} step{'s' * (self.step != 1)}"
 
     def _exchange_notes(self, what: str) -> None:
-        """Exchange the notes that no later step will carry."""
+        """Exchange the notes that no later step will carry; no step may follow, so wait for GPUs.
+
+        A hang is reported only while the watchdog runs.
+        """
+        self._lanes.world.wait_for_gpu()
         self.receive(self._lanes.world.all_gather_json(self.note(), what))

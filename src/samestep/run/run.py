@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
@@ -558,7 +559,7 @@ class Run(Collectives, Recording):
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 self._session.report_failure(error)
         finally:
-            self.close()
+            self._session.close()
 
     def close(self) -> None:
         """Leave the run without a last snapshot; the end of a `with` block takes one and closes.
@@ -567,4 +568,10 @@ class Run(Collectives, Recording):
             >>> run = ss.init(lanes=2)
             >>> run.close()
         """
-        self._session.close()
+        try:
+            if sys.exc_info()[1] is None:
+                self._world.wait_for_gpu()  # a hang is reported only while the watchdog runs
+            else:  # in `finally`, after an exception
+                self._world.abandoned = True
+        finally:
+            self._session.close()

@@ -11,7 +11,7 @@ step; a later step must not write other buffers in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -149,7 +149,7 @@ class Buffers:
                     del self._written[lane][number]
         device = self._starts[0][0]
         for written in self._written.values():
-            written.update({number: value.to(device) for number, value in written.items()})
+            written.update(_fetched(written, device))
         return sorted({number for values in self._written.values() for number in values})
 
     def check(self) -> None:
@@ -276,6 +276,19 @@ def _groups_of(buffers: Sequence[Tensor]) -> list[_Group]:
         ends = torch.tensor(bounds, device=buffers[0].device)
         groups.append(_Group(numbers, sizes, words, ends, torch.zeros_like(ends[1:])))
     return groups
+
+
+def _fetched(values: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Return tensors of another device, by number, on `device`; each dtype takes one copy."""
+    fetched: dict[int, Tensor] = {}
+    others = {number: value for number, value in values.items() if value.device != device}
+    for dtype in {value.dtype for value in others.values()}:
+        some = {number: value for number, value in others.items() if value.dtype == dtype}
+        joined = torch.cat([value.reshape(-1) for value in some.values()]).to(device)
+        parts = joined.split([value.numel() for value in some.values()])
+        shaped = (part.view(value.shape) for part, value in zip(parts, some.values(), strict=True))
+        fetched.update(zip(some, shaped, strict=True))
+    return fetched
 
 
 def _nonzero(flags: Sequence[tuple[list[int], Tensor]]) -> list[int]:

@@ -497,6 +497,14 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
         if (t) check(*t);
   }
+  // batch norm writes to these, which its schema does not say, so their copies would be lost
+  for (size_t n = 0; n < arguments.size(); ++n) {
+    const auto& argument = schema.arguments()[n];
+    c10::IValue& value = (*stack)[stack->size() - arguments.size() + n];
+    if (starts_with(argument.name(), "running_") && !argument.alias_info() && value.isTensor() &&
+        value.toTensor().is_cuda())
+      value = host(value.toTensor());
+  }
   DeviceIndex index = device && device->is_cuda() ? device->index() : current;
   if (!inside && !latched.empty()) TORCH_CHECK(false, std::exchange(latched, ""));
   if (waits_here && !inside) wait_for(index, name, INT64_MAX, current_streams[index]);
