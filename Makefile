@@ -36,6 +36,7 @@ models: .venv/ready-dev
 
 integrations: .venv/ready-dev
 	@$(PIP) --requirement tests/integrations/requirements.txt
+	@$(PIP) --no-deps --requirement tests/integrations/no-deps.txt
 	$(BIN)/pytest tests/integrations -m 'long or not long'
 
 versions: .venv/ready-dev
