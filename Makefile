@@ -61,7 +61,7 @@ bench: .venv/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
 bench-more: .venv/ready-bench
-	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching; do $(BIN)/python -m benchmarks.$$part; done
+	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching shards; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
 	rm -rf .venv build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
