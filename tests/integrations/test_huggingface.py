@@ -237,7 +237,7 @@ def test_what_has_no_meaning_in_a_run_is_refused(tmp_path):
 def refuse_own_seed(out):
     """Check the error for masks that would depend on the process."""
     arguments = TrainingArguments(out, use_cpu=True)
-    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match=r"\(seed=7\) makes a gener"):
+    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match=r"\(seed=7\) has a gener"):
         Trainer(
             job.build("masked"), arguments, data_collator=job.collator("masked", seed=7), run=run
         )
