@@ -14,7 +14,7 @@ help:
 	@echo 'make test-long   run the long tests, which CI leaves out: about five minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, libraries of data, and programs for Ray, Hydra and submitit: about twelve minutes on two cores'
-	@echo 'make versions    run all tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
+	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
 	@echo 'make check       check style, types and imports (make lint), links and public names'
 	@echo 'make docs        build the documentation site in docs/_build/html'
 	@echo 'make bench       benchmark four jobs against seven other implementations: about fifteen minutes on two cores'
