@@ -14,7 +14,7 @@ help:
 	@echo 'make test-long   run the long tests, which CI leaves out: about five minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, libraries of data, and programs for Ray, Hydra and submitit: about twelve minutes on two cores'
-	@echo 'make versions    run all tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
+	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
 	@echo 'make check       check style, types and imports (make lint), links and public names'
 	@echo 'make docs        build the documentation site in docs/_build/html'
 	@echo 'make bench       benchmark four jobs against seven other implementations: about fifteen minutes on two cores'
@@ -36,6 +36,7 @@ models: .venv/ready-dev
 
 integrations: .venv/ready-dev
 	@$(PIP) --requirement tests/integrations/requirements.txt
+	@$(PIP) --no-deps --requirement tests/integrations/no-deps.txt
 	$(BIN)/pytest tests/integrations -m 'long or not long'
 
 versions: .venv/ready-dev
@@ -60,7 +61,7 @@ bench: .venv/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
 bench-more: .venv/ready-bench
-	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching; do $(BIN)/python -m benchmarks.$$part; done
+	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching shards; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
 	rm -rf .venv build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,16 +1,16 @@
-"""Reading data in shards, compared to mosaicml-streaming and webdataset on the same files.
+"""Reading data in shards, compared to mosaicml-streaming, webdataset and datasets of Hugging Face.
 
 usage: python -m benchmarks.shards [--rounds 5] [--epochs 200] [--shards 40]
 
-Needs samestep[remote]; without webdataset or mosaicml-streaming, their rows are left out. One
-process without loader processes reads an epoch of 500 samples of 4 kB in each shard, in batches of
-64, from a folder that stands for a remote storage. Each measurement runs in its own process with an
-empty cache, in turn. Bytes read are those that all read calls return: a download into a cache and a
-read of the copy are two, and a tar has half a kilobyte for each file's name. Memory is the peak of
-the process (RSS) less what it has after an epoch of tiny samples: bounded if it stays the same with
-more shards. The last two rows have a cache of a quarter of the shards. Randomness is measured over
-epochs of a smaller set: chi-square per degree of freedom of the 16 positions of each sample (1 is
-uniform), and the shards in a batch.
+Needs samestep[remote]; without webdataset, mosaicml-streaming, or datasets with pyarrow, their rows
+are left out (`make integrations` installs them). One process without loader processes reads an
+epoch of 500 samples of 4 kB in each shard, in batches of 64, from a folder that stands for a remote
+storage. Each measurement runs in its own process with an empty cache, in turn. Bytes read are those
+that all read calls return: a download into a cache and a read of the copy are two, and a tar has
+half a kilobyte for each file's name. Memory is the peak of the process (RSS) less what it has after
+an epoch of tiny samples: bounded if it stays the same with more shards. The last two rows have a
+cache of a quarter of the shards. Randomness is measured over epochs of a smaller set: chi-square
+per degree of freedom of the 16 positions of each sample (1 is uniform), and the shards in a batch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,12 +45,16 @@ BINS = 16
 BUFFER = 4096  # samples that webdataset shuffles, as many as 8 shards have
 WINDOW = 8
 HAS_MDS = find_spec("streaming") is not None
+HAS_PARQUET = find_spec("datasets") is not None  # it needs pyarrow
 MISSING = [
     *(() if HAS_MDS else ("samestep, MDS", "mosaicml-streaming, MDS", "mosaicml-streaming")),
     *(() if find_spec("webdataset") else ("webdataset, tar", "webdataset")),
+    *(() if HAS_PARQUET else ("samestep, Parquet", "datasets, Parquet", "datasets")),
 ]
 SAMPLES = 500  # of a shard
 RESET_PEAK = "5"  # see "clear_refs" in proc(5)
+# a stand-in for its image data sets, which need torchvision
+sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
 
 Batches = Iterator[list[int]]
 
@@ -78,6 +84,8 @@ def speed(directory: Path, rounds: int, shards: int) -> None:
         "webdataset, tar": with_webdataset,
         "samestep, MDS": partial(with_samestep, kind="mds"),
         "mosaicml-streaming, MDS": with_streaming,
+        "samestep, Parquet": partial(with_samestep, kind="parquet"),
+        "datasets, Parquet": with_datasets,
         "samestep, tar, small cache": partial(with_samestep, kind="tar", max_bytes=small),
         "the same, any order": partial(
             with_samestep, kind="tar", max_bytes=small, window=0, steps=20
@@ -135,6 +143,7 @@ def randomness(directory: Path, epochs: int) -> None:
         ),
         "webdataset": partial(with_webdataset, buffer=WINDOW * samples),
         "mosaicml-streaming": with_streaming,
+        "datasets": partial(with_datasets, buffer=WINDOW * samples),
     }
     readers = {name: one for name, one in readers.items() if name not in MISSING}
     print(f"{shards} shards of {samples} samples, {epochs} epochs")
@@ -164,7 +173,7 @@ def order_of(
 
 
 def write(directory: Path, *, shards: int, samples: int, sample_bytes: int) -> int:
-    """Write the same samples as tar and MDS files; return the bytes of the tar files."""
+    """Write the same samples as tar, MDS and Parquet files; return the bytes of the tar files."""
     (directory / "tar").mkdir(parents=True)
     rng = np.random.default_rng(0)
     contents = [rng.bytes(sample_bytes) for _ in range(shards * samples)]
@@ -183,6 +192,15 @@ def write(directory: Path, *, shards: int, samples: int, sample_bytes: int) -> i
         with MDSWriter(out=str(directory / "mds"), columns=columns, size_limit=size) as writer:
             for index, content in enumerate(contents):
                 writer.write({"index": index, "data": content})
+    if HAS_PARQUET:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        (directory / "parquet").mkdir()
+        for shard in range(shards):
+            rows = range(shard * samples, (shard + 1) * samples)
+            table = pa.table({"index": rows, "data": [contents[index] for index in rows]})
+            parquet.write_table(table, directory / "parquet" / f"{shard:03}.parquet")
     return sum(path.stat().st_size for path in (directory / "tar").iterdir())
 
 
@@ -210,8 +228,15 @@ def with_samestep(
         dataset = samestep.ShardedDataset(
             dict.fromkeys((path.as_uri() for path in paths), samples), Tar, **options
         )
+    elif kind == "parquet":
+        urls = [path.as_uri() for path in sorted((directory / "parquet").iterdir())]
+        rows = of_page("pyarrow")["Rows"]
+        samples = len(rows(directory / "parquet" / "000.parquet"))
+        dataset = samestep.ShardedDataset(dict.fromkeys(urls, samples), rows, **options)
     else:
-        dataset = mds(directory / "mds", options)
+        index = (directory / "mds" / "index.json").read_text()
+        url = (directory / "mds").as_uri()
+        dataset = of_page("mosaicml-streaming")["mds"](url, index, **options)
     order = samestep.ShardOrder(dataset.sizes, window) if window else None
     with samestep.init(lanes=lanes) as run:
         for batch in run.batches(
@@ -290,6 +315,20 @@ def with_streaming(directory: Path, *, epochs: int = 1) -> Batches:
             yield [int(sample["index"]) for sample in batch]
 
 
+def with_datasets(directory: Path, *, epochs: int = 1, buffer: int = BUFFER) -> Batches:
+    """Yield the indices of each batch of datasets, which streams the files without copies."""
+    from datasets import load_dataset
+
+    files = sorted(map(str, (directory / "parquet").iterdir()))
+    rows = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    rows = rows.shuffle(seed=0, buffer_size=buffer)
+    for epoch in range(epochs):
+        rows.set_epoch(epoch)
+        samples = iter(rows)
+        while batch := list(islice(samples, BATCH_SIZE)):
+            yield [int(sample["index"]) for sample in batch]
+
+
 class Tar:
     """The samples of a WebDataset tar: the bytes of each file by its extension."""
 
@@ -314,17 +353,15 @@ class Tar:
         self.file.close()
 
 
-def mds(directory: Path, options: dict[str, Any]) -> samestep.ShardedDataset:
-    """Return the data set of MDS files, with the code of docs/data.md."""
+def of_page(package: str) -> dict[str, Any]:
+    """Return what the block of docs/data.md that needs a package defines."""
     from tests.docs.blocks import ROOT, blocks_of
 
     names: dict[str, Any] = {"ss": samestep}
     for block in blocks_of(ROOT / "docs" / "data.md"):
-        if block.test == "not run: needs mosaicml-streaming":
+        if block.test == f"not run: needs {package}":
             exec(block.text, names)  # noqa: S102 (our own page)
-    index = (directory / "index.json").read_text()
-    dataset: samestep.ShardedDataset = names["mds"](directory.as_uri(), index, **options)
-    return dataset
+    return names
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 
 usage: python -m tests.versions [--python 3.10 3.13] [--torch 2.6.0 2.13.0] [-- ARGS]
 
-By default this takes every Python that uv finds and pyproject.toml allows, and the torch of this
-environment, in the same build: a CUDA build is several gigabytes. The first Python gets the lowest
-versions that pyproject.toml allows of everything else, the others the newest. Each combination gets
-an environment of its own, which is removed afterwards. ARGS are passed to pytest. The status is 1
-if tests fail with any of the combinations.
+By default this takes every Python that uv or pyenv has and pyproject.toml allows, and the torch of
+this environment, in the same build: a CUDA build is several gigabytes. The newest versions of
+everything else are used, and with the first Python that has such a build of torch also the lowest
+that pyproject.toml allows. A Python without one runs only the tests that need no torch. Each
+combination gets an environment of its own, which is removed afterwards. ARGS are passed to pytest.
+The status is 1 if tests fail with any of the combinations.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
@@ -24,21 +24,43 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).with_name("uv")
 PYTHONS = [f"3.{minor}" for minor in range(10, 20)]
+PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
 # Old packages cause warnings of newer ones that they use.
-PYTEST = (
-    "-m",
-    "pytest",
-    "--numprocesses",
-    "3",
-    "--dist",
-    "worksteal",
-    "-o",
-    "filterwarnings=default",
+PYTEST = ("-m", "pytest", "-n", "3", "--dist", "worksteal", "-o", "filterwarnings=default")
+NEEDS_TORCH = (
+    "tests/record/test_lock.py",
+    "tests/tools/doctor/test_probe.py",
+    "tests/watch/browser",
+    "tests/watch/test_logs.py",
+    "tests/watch/test_remote.py",
+    "tests/watch/test_timings.py",
 )
+TORCH_FREE = (
+    "tests/cluster/test_cluster.py",
+    "tests/cluster/test_interfaces.py",
+    "tests/comm/test_hang_report.py",
+    "tests/comm/test_link.py",
+    "tests/comm/test_status.py",
+    "tests/house/test_imports.py",
+    "tests/launch/test_cluster_spec.py",
+    "tests/launch/test_membership.py",
+    "tests/record",
+    "tests/test_config.py",
+    "tests/test_host_cgroups.py",
+    "tests/test_storage.py",
+    "tests/tools/doctor",
+    "tests/tools/test_submit_kubernetes.py",
+    "tests/watch",
+    *(f"--ignore={one}" for one in NEEDS_TORCH),
+    "--deselect=tests/record/test_events.py::test_a_newer_format_is_refused_with_the_version_to_install",
+    "--deselect=tests/tools/doctor/test_doctor.py::test_this_machine_is_examined_and_a_lowered_limit_is_found",
+)
+FAILURES = {"failed", "not installed", "no environment"}
 
 
 def main() -> int:
     """Run all combinations and print the outcome of each."""
+    _find_more()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     found = [one for one in PYTHONS if _runs(UV, "python", "find", "--no-python-downloads", one)]
     same = [version("torch")]
@@ -47,14 +69,24 @@ def main() -> int:
     parser.add_argument("args", nargs="*", help="for pytest")
     given = parser.parse_args()
     outcomes = {}
-    for python, torch in itertools.product(given.python, given.torch):
-        resolution = "lowest-direct" if python == given.python[0] else "highest"
-        title = f"Python {python}, torch {torch}, {resolution} versions of the rest"
-        _print(f"\n{title}\n\n")
-        with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-            outcomes[title] = _tested(Path(folder), python, torch, resolution, given.args)
+    for torch in given.torch:
+        resolutions = ["lowest-direct", "highest"]
+        for python in given.python:
+            has_torch = _has_build(python, torch)
+            for resolution in resolutions if has_torch else ["highest"]:
+                title = f"Python {python}, {'torch' if has_torch else 'no build of torch'} {torch}"
+                title += f", {resolution} versions of the rest"
+                _print(f"\n{title}\n\n")
+                with tempfile.TemporaryDirectory(prefix="versions-") as name:
+                    folder = Path(name)
+                    if has_torch:
+                        outcome = _tested(folder, python, torch, resolution, given.args)
+                    else:
+                        outcome = _tested_without_torch(folder, python, given.args)
+                    outcomes[title] = outcome
+            resolutions = ["highest"] if has_torch else resolutions
     _print("".join(f"\n{title}: {outcome}" for title, outcome in outcomes.items()) + "\n")
-    return int(set(outcomes.values()) != {"passed"})
+    return int(not FAILURES.isdisjoint(outcomes.values()))
 
 
 def _tested(
@@ -63,10 +95,27 @@ def _tested(
     """Return the outcome of the tests in an environment in `folder`."""
     constraints = folder / "constraints.txt"
     constraints.write_text(f"torch=={torch}\n")
+    options = ("--resolution", resolution, "--constraint", constraints)
+    extras = ".[dev,gpu,lightning,transformers]"
+    return _outcome(folder, python, (*options, "--editable", extras), arguments) or "passed"
+
+
+def _tested_without_torch(folder: Path, python: str, arguments: Sequence[str]) -> str:
+    """Return the outcome of the tests that need no torch, or that they were skipped."""
+    overrides = folder / "overrides.txt"
+    overrides.write_text('torch ; sys_platform == "never"\n')
+    install = ("--overrides", overrides, "--editable", ".[dev]")
+    outcome = _outcome(folder, python, install, (*TORCH_FREE, *arguments))
+    if outcome in {"no environment", "not installed"}:
+        return f"skipped ({outcome})"
+    return outcome or "passed, torch-free tests only"
+
+
+def _outcome(
+    folder: Path, python: str, install: Sequence[str | Path], arguments: Sequence[str]
+) -> str | None:
+    """Return what went wrong, if anything, in installing and running the tests."""
     environment = {**os.environ, "VIRTUAL_ENV": str(folder / "venv")}
-    if links := os.environ.get("PIP_FIND_LINKS"):
-        environment.setdefault("UV_FIND_LINKS", links)
-    install = ("--resolution", resolution, "--constraint", str(constraints), "--editable", ".[dev]")
     steps = {
         "no environment": (UV, "venv", "--quiet", "--python", python, folder / "venv"),
         "not installed": (UV, "pip", "install", "--quiet", *install),
@@ -75,7 +124,22 @@ def _tested(
     for outcome, command in steps.items():
         if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             return outcome
-    return "passed"
+    return None
+
+
+def _find_more() -> None:
+    """Let uv find the Pythons of pyenv, and the packages that pip finds."""
+    found = [str(path.parent) for path in PYENV.glob("versions/3.*/bin/python3")]
+    os.environ["PATH"] = os.pathsep.join([*found, os.environ["PATH"]])
+    if links := os.environ.get("PIP_FIND_LINKS"):
+        os.environ.setdefault("UV_FIND_LINKS", links)
+
+
+def _has_build(python: str, torch: str) -> bool:
+    """Return whether there is a build of torch for this Python."""
+    with tempfile.TemporaryDirectory() as folder:  # Debian's Python refuses without --target
+        options = ("--dry-run", "--no-deps", "--python", python, "--target", folder)
+        return _runs(UV, "pip", "install", *options, f"torch=={torch}")
 
 
 def _runs(*command: str | Path) -> bool:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         run.track(**models)  # restores them from a snapshot
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {training.shown(scores)}")
-        write_scores(run, run.dir, scores)
+        write_scores(run, flags.out or run.dir, scores)
         return scores
 
 

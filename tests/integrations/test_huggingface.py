@@ -19,8 +19,10 @@ import transformers
 import samestep as ss
 from samestep.cli import main
 from samestep.integrations.huggingface import Trainer, TrainingArguments
+from samestep.snapshot.read import list_snapshots
 from tests.docs.blocks import ROOT, blocks_of
 from tests.integrations import huggingface_job as job
+from tests.jobs import fingerprint
 from tests.workers import run_workers
 
 # transformers and accelerate warn of options and of torch's own deprecations
@@ -161,6 +163,41 @@ def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path):
     run_workers(stop_early, 1, str(tmp_path / "out"), tmp_path / "run", environment=OFF)
 
 
+def keep_the_best(out, folder):
+    """Train with snapshots at the end of epochs, twice; the second start has no steps left."""
+    found = []
+    for _ in range(2):
+        with ss.init(lanes=4, dir=folder, keep_last=1, keep_best=1) as run:
+            arguments = TrainingArguments(
+                out, per_device_train_batch_size=3, num_train_epochs=5, eval_strategy="epoch",
+                save_strategy="epoch", learning_rate=0.03, metric_for_best_model="loss",
+                report_to="none", disable_tqdm=True, use_cpu=True,
+            )  # fmt: skip
+            trainer = Trainer(
+                job.build("bert"), arguments, data_collator=job.collate, run=run,
+                train_dataset=job.data("bert", 24, 1), eval_dataset=job.data("bert", 9, 2),
+            )  # fmt: skip
+            first_step = run.step
+            trainer.train()
+        snapshots = [path.name for path in list_snapshots(folder)]
+        found.append((first_step, snapshots, fingerprint(trainer.model.state_dict())))
+    losses = {
+        entry["step"]: entry["eval_loss"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    }
+    best = min(losses, key=losses.get)
+    assert [*losses] == [2, 4, 6, 8, 10]
+    assert best < 10
+    (_, snapshots, weights), again = found
+    assert snapshots == [f"step-{best:08}", "step-00000010"]
+    assert again == (10, snapshots, weights)
+
+
+def test_the_newest_and_the_best_snapshot_stay_and_the_newest_is_loaded(tmp_path):
+    run_workers(keep_the_best, 1, str(tmp_path / "out"), tmp_path / "run", environment=OFF)
+
+
 def refuse(out):
     """Check the errors of what has no meaning in a run."""
 
@@ -200,7 +237,7 @@ def test_what_has_no_meaning_in_a_run_is_refused(tmp_path):
 def refuse_own_seed(out):
     """Check the error for masks that would depend on the process."""
     arguments = TrainingArguments(out, use_cpu=True)
-    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match=r"\(seed=7\) makes a gener"):
+    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match=r"\(seed=7\) has a gener"):
         Trainer(
             job.build("masked"), arguments, data_collator=job.collator("masked", seed=7), run=run
         )

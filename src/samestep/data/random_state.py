@@ -215,13 +215,15 @@ class Permutation:
 
 
 def _round(round_key: np.uint64, modulus: int, half: Values) -> Values:
-    return (_mix(half, round_key) % np.uint64(modulus)).astype(np.int64)
+    rounded: Values = (_mix(half, round_key) % np.uint64(modulus)).astype(np.int64)
+    return rounded
 
 
 def uniform(key: int, positions: Values) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each position, with 53 random bits that depend on the key."""
     bits = _mix(positions, np.uint64(key)) >> np.uint64(11)
-    return bits.astype(np.float64) * np.float64(2.0**-53)
+    numbers: NDArray[np.float64] = bits.astype(np.float64) * np.float64(2.0**-53)
+    return numbers
 
 
 def _mix(x: Values, round_key: np.uint64) -> NDArray[np.uint64]:
@@ -230,4 +232,5 @@ def _mix(x: Values, round_key: np.uint64) -> NDArray[np.uint64]:
     mixed = mixed * np.uint64(0x9E3779B97F4A7C15) ^ round_key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed ^= mixed >> np.uint64(31)
+    return mixed

@@ -141,8 +141,11 @@ def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
     model = str(tmp_path / "model.safetensors")
     export(list_snapshots(tmp_path / "run")[-1], Path(model), "model")
     settings = str(tmp_path / "run" / SETTINGS_FILE)  # has the names of the classes
-    (scores,) = run_workers(main, 1, [settings, "--eval", "--pretrained", model])
+    out = tmp_path / "scores"
+    arguments = [settings, "--eval", "--pretrained", model, "--out", str(out)]
+    (scores,) = run_workers(main, 1, arguments)
     assert scores.items() <= trained.items()
+    assert json.loads((out / SCORES_FILE).read_text()) == {"step": 0, "scores": scores}
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
@@ -257,10 +260,17 @@ def test_evaluation_without_parameters_is_an_error(tmp_path):
         assert isinstance(caught.value.__cause__, SettingsError)
 
 
-def test_evaluation_takes_one_place_for_parameters(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--eval --dir a --pretrained b.pth", "--eval takes --dir or --pretrained, not both"),
+        ("--dir a --out b", "--out is for --eval"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_an_error(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        main([*SMALL, "--eval", "--dir", "a", "--pretrained", "b.pth"])
-    assert "--eval takes --dir or --pretrained, not both" in capsys.readouterr().err
+        main([*SMALL, *arguments.split()])
+    assert message in capsys.readouterr().err
 
 
 def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):
