@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,3 +116,21 @@ def test_a_wrong_argument_is_an_error(arguments, message, verify):
     status, printed = verify(*arguments.split(), way="good")
     assert status == 1
     assert message in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_script_as_well(number, tmp_path):
+    script, started = tmp_path / "endless.py", tmp_path / "pid"
+    lines = ["import os, pathlib, sys, time"]
+    lines += ["pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))", "time.sleep(1000)"]
+    script.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "samestep", "verify", "--steps", "1", script, started]
+    with subprocess.Popen(command) as process:
+        while not (started.exists() and started.read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait() == 128 + number
+    # the launcher ends its workers before it exits
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

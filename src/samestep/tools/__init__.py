@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import RecordError
@@ -26,24 +28,49 @@ ISOLATED: Final = (
 )
 
 
-def start_script(
+@contextmanager
+def started(
     command: Sequence[str],
     workers: int,
     directory: Path,
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`.
+
+    An exception in the block ends the script, and so does a SIGTERM of this process.
+    """
     options = ["-n", str(workers), "--dir", str(directory), *ISOLATED, *flags]
     program = [sys.executable, "-m", "samestep", "run", *options, *command]
-    with (directory / OUTPUT).open("ab") as file:
-        return subprocess.Popen(
+    with (
+        _sigterm_as_exit(),
+        (directory / OUTPUT).open("ab") as file,
+        subprocess.Popen(
             program,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
-        )
+        ) as process,
+    ):
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:

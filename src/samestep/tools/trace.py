@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ from samestep.data.generators import OBSERVED
 from samestep.errors import VerifyError
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
-from samestep.tools import OUTPUT, read_run, start_script
+from samestep.tools import OUTPUT, read_run, started
 
 OBSERVED_FOLDER: Final = "observed"
 KILL_ATTEMPTS: Final = 5
@@ -145,7 +146,9 @@ class ScriptTracer:
             raise VerifyError(f"the script failed at n={size} with status {status}:\n{tail}")
         return _start_event(directory)
 
-    def _start(self, size: RunSize, directory: Path, resume: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, size: RunSize, directory: Path, resume: str
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
         flags = [f"--resume={resume}", f"--stop-after={self._steps}"]
         flags += ["--snapshot-every=1", f"--keep-last={self._steps + 1}"]  # and step 0
         flags += [] if self.lanes is None else [f"--lanes={self.lanes}"]
@@ -154,7 +157,7 @@ class ScriptTracer:
         observed = directory / OBSERVED_FOLDER
         observed.mkdir(exist_ok=True)
         environment = {OBSERVED: str(observed)}
-        return start_script(self._command, size.workers, directory, flags, environment)
+        return started(self._command, size.workers, directory, flags, environment)
 
 
 def read_traces(directory: Path) -> list[StepTrace]:

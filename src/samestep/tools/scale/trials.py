@@ -21,7 +21,7 @@ from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.read import inspect
 from samestep.snapshot.state import no_tensor, restore
 from samestep.step.layout import Layout
-from samestep.tools import OUTPUT, read_run, some, start_script
+from samestep.tools import OUTPUT, read_run, some, started
 from samestep.tools.scale.model import StepTiming, max_lanes_per_worker, read_timing
 
 SHOWN_LINES: Final = 30
@@ -90,13 +90,8 @@ class TrialRunner:
         size = some(workers, "worker")
         with_lanes = "" if lanes is None else f" with {lanes} lanes"
         sys.stderr.write(f"running {size}{with_lanes} …\n")
-        process = start_script(self._command, workers, directory, flags)
-        try:
+        with started(self._command, workers, directory, flags) as process:
             peak_bytes = _wait_and_measure(process, directory)
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
         if status := process.returncode:
             failure = _first_failure((directory / OUTPUT).read_text(errors="replace"))
             raise LaunchError(f"the script failed with {size}, status {status}:\n{failure}")
