@@ -49,7 +49,7 @@ def test_the_means_of_an_epoch_weigh_items_and_survive_a_resume(capsys):
         progress = Progress(run, loop, epoch_means=True)  # as after a resume
         tracked["epoch_means"].load_state_dict(state)
 
-    assert logged == [{"epoch": {"loss": 2.4}}, {"epoch": {"loss": 5.0}}]
+    assert logged == [{"train": {"loss": 2.4}}, {"train": {"loss": 5.0}}]
     assert capsys.readouterr().out == (
         "epoch 1, training means: loss 2.4000\nepoch 2, training means: loss 5.0000\n"
     )

@@ -59,13 +59,13 @@ def test_the_traffic_is_what_the_exchange_sends(hosts_and_workers, more_lanes, e
 
 
 @pytest.mark.parametrize("tensors", [8, 80, 192, 1280])
-def test_buckets_and_their_parts_are_counted(tensors):
+def test_buckets_are_counted(tensors):
     parameters = [torch.nn.Parameter(torch.empty(1 << 14, device="meta")) for _ in range(tensors)]
     expected = len(buckets(parameters, RecordingWorld(0, 4, 1)))
     assert count_traffic(4, 1, 4, tensors << 16).batches == 2 * expected  # and to the partners
     assert count_traffic(4, 2, 4, tensors << 16).batches == expected  # two hosts swap
-    assert len(record_calls(0, 2, 1, 2, (8 << 20) // 4)) == 1 + 2  # losses, and two parts
-    assert count_traffic(2, 1, 2, 512 << 20).batches == 2 * 64
+    assert len(record_calls(0, 2, 1, 2, (8 << 20) // 4)) == 1 + 1  # losses, and one swap
+    assert count_traffic(2, 1, 2, 512 << 20).batches == 64
 
 
 def test_one_worker_sends_nothing():

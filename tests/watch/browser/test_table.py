@@ -17,6 +17,8 @@ COLUMNS = (
     "return [...document.querySelectorAll('#runs-table th[data-column]')]"
     ".map((title) => title.dataset.column).slice(2, -3)"
 )
+# the line below the name of a run; what is not on the screen is not drawn
+NOTE = "const note = document.querySelector(`#runs [data-run='${arguments[0]}'] .note`);"
 ROWS = "[...document.querySelectorAll('#runs-table tbody tr')].map((row) => row.dataset.run)"
 
 
@@ -238,7 +240,7 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     )
     newest = [folder.name for folder in reversed(runs)]
     page.wait_for(newest, listed, run.name)
-    note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`).innerText"
+    note = f"{NOTE} note?.scrollIntoView(); return note?.innerText"
     page.wait_for("finished 0.7", note, runs[0].name)
     page.wait_for("stopped 0.9 25%", note, runs[1].name)
     page.wait_for("stopped 3 25%", note, runs[2].name)
@@ -292,13 +294,13 @@ def test_the_state_score_and_place_of_a_run_are_one_line(run, page):
         append(folder, started(), scalars(12_345, **{"val/acc": values[name]}), *ended)
         page.wait_for_run(folder.name)
     page.open(run.name)
-    note = "return document.querySelector(`#runs [data-run='${arguments[0]}'] .note`)"
     expected = {name: f"{name} 0.9078 @12,345" for name in values} | {"finished": "finished 0.9078"}
     for name, folder in runs.items():
-        page.wait_for(expected[name], f"{note}?.innerText", folder.name)
-        assert page.run(f"{note}.clientHeight", folder.name) < 24  # pixels
-        line = f"{note}.firstElementChild"
-        widths = page.run(f"return [{line[7:]}.scrollWidth, {line[7:]}.clientWidth]", folder.name)
+        note = f"{NOTE} note?.scrollIntoView(); return note?.innerText"
+        page.wait_for(expected[name], note, folder.name)
+        assert page.run(f"{NOTE} return note.clientHeight", folder.name) < 24  # pixels
+        line = f"{NOTE} const line = note.firstElementChild;"
+        widths = page.run(f"{line} return [line.scrollWidth, line.clientWidth]", folder.name)
         assert widths[0] <= widths[1]
 
 

@@ -20,7 +20,7 @@ from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
 from samestep.run.process import gpu_names, set_up_devices
-from samestep.step.exchange import BUCKET_BYTES, BUCKETS, CHUNK_BYTES, LEAST_BUCKET_BYTES
+from samestep.step.exchange import BUCKET_BYTES, BUCKETS, LEAST_BUCKET_BYTES
 from samestep.step.layout import Layout, lanes_of, subtrees
 from samestep.tools import make_all_reduce
 
@@ -106,8 +106,7 @@ def count_traffic(
     eighth = nbytes // BUCKETS
     buckets = max(1, -(-nbytes // min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)))
     if hosts == 2 and host_sums == 1:  # hosts swap all that their workers hold
-        held = hosts * slice_bytes
-        batches, sent = buckets * max(1, -(-held // buckets // CHUNK_BYTES)), held
+        batches, sent = buckets, hosts * slice_bytes
     else:  # sums go to the owners of slices, and from there to their partners
         batches, sent = 2 * buckets, partners * slice_bytes * (host_sums + 1)
     return Traffic(
