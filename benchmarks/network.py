@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.contenders.with_ideal_link import RATE
+from benchmarks.contenders.with_ideal_link import BURST, RATE
 from benchmarks.jobs import JOBS
 from benchmarks.measure import LIMIT_SECONDS, spread, values_in
 from benchmarks.turns import figure, in_turn, table
@@ -101,7 +101,8 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
 
 def train(contender: str, job: str, ranks: Sequence[str], rate: str) -> dict[str, float]:
     """Train a job with one worker on each of these hosts, by rank; return rank 0's figures."""
-    output = run(contender, job, ranks, {RATE: str(bits_a_second(rate) / 8)})
+    link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate))}
+    output = run(contender, job, ranks, link)
     found = {name: values[0] for name, values in values_in(output).items()}
     if not found:
         raise SystemExit(f"{contender} printed no figures of {job}")

@@ -57,7 +57,9 @@ def test_tables_compare_equal_precision(monkeypatch, capsys):
 
 def test_an_ideal_link_is_busy_from_the_first_gradient_or_waits_for_the_last():
     completed = [(1.0, 100), (2.0, 10)]  # moment and bytes
-    assert least_seconds(0.0, 3.0, completed, 1.0) == 1.0 + 110
-    assert least_seconds(0.0, 3.0, completed, 50.0) == 1.0 + 2.2
-    assert least_seconds(0.0, 3.0, [(1.0, 1), (2.0, 10)], 8.0) == 2.0 + 1.25
-    assert least_seconds(0.0, 9.0, completed, 50.0) == 9.0
+    assert least_seconds(0.0, 3.0, completed, 1.0, 0) == 1.0 + 110
+    assert least_seconds(0.0, 3.0, completed, 50.0, 0) == 1.0 + 2.2
+    assert least_seconds(0.0, 3.0, completed, 50.0, 5) == 1.0 + 2.1
+    assert least_seconds(0.0, 3.0, completed, 25.0, 200) == 4.4  # all of it, at the link's rate
+    assert least_seconds(0.0, 3.0, [(1.0, 1), (2.0, 10)], 8.0, 0) == 2.0 + 1.25
+    assert least_seconds(0.0, 9.0, completed, 50.0, 0) == 9.0
