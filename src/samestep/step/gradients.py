@@ -56,7 +56,8 @@ def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = 
 
 def scaled(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Return a gradient in `dtype` times `scale`, in the same memory if it has that dtype."""
-    gradient = gradient.to(dtype)
+    if gradient.dtype != dtype:  # `to` takes a microsecond even if there is nothing to do
+        gradient = gradient.to(dtype)
     return gradient if scale == 1.0 else gradient.mul_(scale)
 
 
