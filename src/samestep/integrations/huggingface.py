@@ -261,7 +261,7 @@ class Trainer(transformers.Trainer):
         if "metrics" not in inspect.signature(self.lr_scheduler.step).parameters:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        self._tr_loss += means["loss"]
+        self._tr_loss += means.get("loss", 0.0)  # a batch without labels has no loss
         run.log(means, grad_norm=norm, learning_rate=rate)
         return norm, rate
 
