@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.measure import values_in
+from benchmarks.measure import spread, values_in
 
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
@@ -67,16 +66,8 @@ class Speeds:
             for run, beside in zip(runs, floor, strict=True)
         ]
         gigabytes = max(run["gigabytes"] for run in runs)
-        speeds = spread([run["images_a_second"] for run in runs], 0)
-        return f"{speeds} | {spread(ratios, 2)} | {gigabytes:.2f}"
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Return a median with the lowest and highest."""
-    median, low, high = (
-        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
-    )
-    return f"{median} ({low} to {high})"
+        speeds = spread([run["images_a_second"] for run in runs], 0).strip()
+        return f"{speeds} | {spread(ratios).strip()} | {gigabytes:.2f}"
 
 
 def cell(text: str) -> str:

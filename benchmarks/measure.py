@@ -49,6 +49,7 @@ def _run(command: Sequence[str]) -> tuple[str, str]:
             ) from None
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return a median with its range."""
-    return f"{statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})"
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return a median with its range, with `digits` decimal places."""
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return f"{statistics.median(values):8.{digits}f} ({low} to {high})"

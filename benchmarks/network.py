@@ -33,7 +33,7 @@ from benchmarks.turns import figure, in_turn, table
 from samestep.tools.trace import StepTrace, read_traces
 from samestep.tools.verify import print_report
 
-# ours first; the ideal ones compute without a network, and count the time of their messages
+# ours first; the last compute without a network, and count the time of their messages
 FULL = ("samestep", "ddp", "ddp-fused", "zero1", "ideal")
 IN_16_BITS = ("samestep-16", "ddp-fp16", "ideal-16")
 PREFIX = "samestep-bench"
@@ -90,12 +90,12 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
     for group, precision in ((FULL, "full precision"), (IN_16_BITS, "16 bits")):
         if tables[group]:
             title = f"samples a second, {rate}, {workers} per host, {precision}"
-            ideal = [name for name in group if CONTENDERS[name].role == "bound"]
-            text = table(title, tables[group], more_is_better=True, no_peers=ideal)
+            ours, *_, bound = group
+            text = table(title, tables[group], more_is_better=True, no_peers=[bound])
             print(text, end="\n\n", flush=True)
             for label, row in tables[group].items():
-                for bound in ideal if {group[0], *ideal} <= {*row} else ():
-                    parts = [a / b for a, b in zip(row[group[0]], row[bound], strict=True)]
+                if {ours, bound} <= {*row}:
+                    parts = [a / b for a, b in zip(row[ours], row[bound], strict=True)]
                     print(f"{label}: {spread(parts).strip()} of {bound}", flush=True)
 
 

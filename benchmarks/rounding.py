@@ -14,12 +14,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import sklearn.datasets  # noqa: F401  here, so that the workers need not import it
 
 import samestep as ss
+from benchmarks.measure import spread
 from recipes.stain import make_data
 from recipes.stain import train as stain
 from recipes.vit import train as vit
@@ -81,7 +81,7 @@ def main() -> None:
         print(f"\n| {name}, {epochs} epochs, {lanes} lanes | {' | '.join(found)} |")
         print(f"|{'---|' * (1 + len(found))}")
         for score, title in job.titles.items():
-            cells = [_spread([run[score] for run in runs]) for runs in found.values()]
+            cells = [spread([run[score] for run in runs], 4).strip() for runs in found.values()]
             print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
@@ -96,10 +96,6 @@ def scores(name: str, dtype: str | None, seed: int, epochs: int, lanes: int) -> 
         found = ss.launch(JOBS[name].train, arguments, workers=WORKERS, exchange_dtype=dtype)
     print(f"{name}, seed {seed}, {dtype or 'float32'}: {found}", flush=True)
     return dict(found)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
 
 
 if __name__ == "__main__":

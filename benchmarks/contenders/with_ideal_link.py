@@ -7,49 +7,62 @@ burst of bytes at once. Everything else that a network needs takes no time.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from benchmarks.contenders.stopwatch import Stopwatch
+from benchmarks.contenders.with_plain_loop import train_parts
 from benchmarks.jobs import Job
-from benchmarks.jobs.job import LEARNING_RATE
 
 RATE, BURST = "LINK_BYTES_A_SECOND", "LINK_BURST_BYTES"
 
 
 def train(job: Job, *, itemsize: int = 4) -> dict[str, float]:
     """Train on a part of each batch; return the speed of all workers with such a link."""
-    rate, burst = float(os.environ[RATE]), int(os.environ[BURST])
-    workers = int(os.environ["WORLD_SIZE"])
-    model, dataset, loss_fn = job.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    loader = DataLoader(dataset, batch_size=job.batch_size // workers, shuffle=True)
-    completed: list[tuple[float, int]] = []  # moment and size of each gradient
+    parts = job.build()
+    watch = IdealStopwatch(job, float(os.environ[RATE]), int(os.environ[BURST]))
+    for parameter in parts.model.parameters():
+        watch.note(parameter, itemsize)
+    train_parts(parts, watch, job.batch_size // int(os.environ["WORLD_SIZE"]), fused=True)
+    return watch.figures()
 
-    def note(parameter: Tensor) -> None:
-        completed.append((time.perf_counter(), parameter.numel() * itemsize))
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(note)
-    watch, seconds, started = Stopwatch(job), [], time.perf_counter()
-    for _ in watch.epochs():
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = loss_fn(model, batch)
-            loss.backward()
-            optimizer.step()
-            is_last, ended = watch.step(loss), time.perf_counter()
-            seconds.append(least_seconds(started, ended, completed, rate, burst))
-            completed.clear()
-            started = time.perf_counter()
-            if is_last:
-                break
-    timed = seconds[job.warmup_steps :]
-    return {**watch.figures(), "samples_a_second": len(timed) * job.batch_size / sum(timed)}
+class IdealStopwatch(Stopwatch):
+    """Times steps as if the gradients were sent over a link of `rate` bytes a second."""
+
+    def __init__(self, job: Job, rate: float, burst: int) -> None:
+        super().__init__(job)
+        self._rate, self._burst = rate, burst
+        self._completed: list[tuple[float, int]] = []  # moment and size of each gradient
+        self._since = time.perf_counter()
+        self._least: list[float] = []  # seconds of each step
+
+    def note(self, parameter: torch.nn.Parameter, itemsize: int) -> None:
+        """Note when autograd completes the parameter's gradient."""
+
+        def complete(_: Tensor) -> None:
+            self._completed.append((time.perf_counter(), parameter.numel() * itemsize))
+
+        parameter.register_post_accumulate_grad_hook(complete)
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        """Count a step."""
+        is_last, now = super().step(loss), time.perf_counter()
+        seconds = least_seconds(self._since, now, self._completed, self._rate, self._burst)
+        self._least.append(seconds)
+        self._completed.clear()
+        self._since = time.perf_counter()
+        return is_last
+
+    def figures(self) -> dict[str, float]:
+        """Return the speed with the link."""
+        timed = self._least[self._job.warmup_steps :]
+        speed = len(timed) * self._job.batch_size / math.fsum(timed)
+        return {**super().figures(), "samples_a_second": speed}
 
 
 def least_seconds(

@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.contenders import CONTENDERS, WORKERS
+from benchmarks.contenders.with_ideal_link import BURST, RATE
 from benchmarks.jobs import JOBS, dqn, layers, mlp, vit
 from benchmarks.jobs.job import BATCHES_AN_EPOCH
 from tests.workers import run_workers
@@ -43,6 +44,19 @@ def plain_loss(job):
     return train("plain", 1, job)[0]["loss"]
 
 
+@pytest.mark.parametrize(("name", "itemsize"), [("ideal", 4), ("ideal-16", 2)])
+def test_an_ideal_link_trains_and_sends_all_gradients_in_each_step(name, itemsize, monkeypatch):
+    rate = 1000.0  # bytes per second, so slow that only the gradients count
+    monkeypatch.setenv(RATE, str(rate))
+    monkeypatch.setenv(BURST, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job = SMALL["layers"]
+    nbytes = itemsize * sum(one.numel() for one in job.build().model.parameters())
+    figures = CONTENDERS[name].train(job)
+    assert figures["samples_a_second"] == pytest.approx(SAMPLES / (nbytes / rate), rel=1e-2)
+    assert figures["loss"] == pytest.approx(plain_loss("layers"), rel=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "job"),
@@ -51,7 +65,8 @@ def plain_loss(job):
         for name, contender in CONTENDERS.items()
         for job in SMALL
         # jobs differ little for exchanges that only round
-        if contender.role != "reference" and (contender.role != "16-bit" or job == "layers")
+        if contender.role not in {"reference", "bound"}
+        and (contender.role != "16-bit" or job == "layers")
     ],
 )
 def test_every_contender_trains_like_the_plain_loop(name, job):

@@ -137,7 +137,6 @@ class Exchange:
         # sends on what was exchanged within a machine
         self._nearby: Callable[[], PartialSums] | None = None
         self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
-        self._copying: Iterator[int] = iter(())  # gradients in while others are sent
         # of an exchange whose parts are not added yet
         self._started: list[PartialSums] | None = None
         self._end: Callable[[], None] | None = None  # completes the sums that are held
@@ -210,8 +209,7 @@ class Exchange:
     def put_and_start(self, own: Sequence[Gradients]) -> None:
         """Do what `put` and `start` do, if it `sends_parts`."""
         wait_until_free([self])
-        self._copying = self._copy(own[0])
-        self.start()
+        self._started = self._swap(self._copy(own[0]))
 
     def start(self) -> None:
         """Begin to exchange sums with other hosts; all workers of this one must have called `put`.
@@ -221,7 +219,7 @@ class Exchange:
         if self._machine is not None:
             self._nearby = self._send_nearby(self._machine)
         elif self.swaps:
-            self._started = self._swap()
+            self._started = self._swap(iter(()))
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
             sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
@@ -285,8 +283,11 @@ class Exchange:
         parts = received.split(CHUNK_BYTES // received.element_size())
         return received, self.world.begin_swap(partner, parts, "exchanging gradients")
 
-    def _swap(self) -> list[PartialSums]:
-        """Send the sum of this host to the other one, in parts that are added as they arrive."""
+    def _swap(self, copying: Iterator[int]) -> list[PartialSums]:
+        """Send the sum of this host to the other one, in parts that are added as they arrive.
+
+        Parts wait for `copying`, which yields how many elements of flat storage are there.
+        """
         received, send = self._swapping or self._begin_swap()
         self._swapping = None
         (other,) = self._route.others
@@ -298,21 +299,12 @@ class Exchange:
         size = CHUNK_BYTES // own.element_size()
         flats = [own, received, out, out if self._total is None else self._total]
         sent, arriving, *outs = (flat.split(size) for flat in flats)
-        waits = send(self._as_copied(sent))
+        waits = send(_as_copied(sent, copying))
         parts = []
         for one, other_one, out, total, wait in zip(sent, arriving, *outs, waits, strict=True):
             converted = None if self._total is None else total
             parts.append(PartialSums({span: one, other_span: other_one}, out, wait, converted))
         return parts
-
-    def _as_copied(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield parts of flat storage in order, each when its gradients are there."""
-        copied = end = 0
-        for part in parts:
-            end += len(part)
-            while copied < end:
-                copied = next(self._copying, end)
-            yield part
 
     def _copy(self, gradients: Gradients) -> Iterator[int]:
         """Copy in gradients; yield how many elements of flat storage are there."""
@@ -516,6 +508,16 @@ class Route:
         by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
         ranks = [rank for _, rank in by_number]
         self.numbers = [ranks.index(rank) for rank in range(len(ranks))]
+
+
+def _as_copied(parts: Iterable[Tensor], copying: Iterator[int]) -> Iterator[Tensor]:
+    """Yield parts of flat storage in order, each when its gradients are there."""
+    copied = end = 0
+    for part in parts:
+        end += len(part)
+        while copied < end:
+            copied = next(copying, end)
+        yield part
 
 
 def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:

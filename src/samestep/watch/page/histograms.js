@@ -66,7 +66,8 @@ export function histograms() {
     [`${label(0)}`, `${label(8)}`, "0", `−${label(8)}`, `−${label(0)}`].forEach((text, index) => {
       edges[index].textContent = Number.isFinite(top) ? text : "";
     });
-    [first, last].forEach((end, index) => (end.textContent = count(items.at(-index).step)));
+    first.textContent = count(items[0].step);
+    last.textContent = count(items.at(-1).step);
     most.textContent = count(Math.max(...columns[at]));
     up.textContent = up.title = select.value;
     readout.textContent = described(items[at]);
