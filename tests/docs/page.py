@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ SERVE = "serve"
 ADDRESS, PORT = "192.168.0.10", "29400"  # of the first machine, on the pages
 LANES = 4
 TIMEOUT_SECONDS = 500.0
+# torchrun says so on one machine when the other has exited first
+_LOGGED_BY_TORCH = re.compile(r"^[EWI]\d{4} \d\d:.*\n", re.MULTILINE)
 _AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -120,7 +123,7 @@ def _run_commands(block: Block) -> str:
 def _run_command(block: Block, status: int, command: list[str]) -> str:
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -130,4 +133,4 @@ def _run_command(block: Block, status: int, command: list[str]) -> str:
     assert done.returncode == status, (
         f"{block}: {command} exited with status {done.returncode}:\n{done.stdout}"
     )
-    return done.stdout
+    return _LOGGED_BY_TORCH.sub("", done.stdout)
