@@ -315,7 +315,7 @@ def test_workers_communicate_between_two_saves():
         assert [*barriers, snapshots._world.barriers] == [0, 1, 2, 3]
 
 
-def test_auto_saves_immediately_and_then_as_rank_0_decides(monkeypatch):
+def test_auto_saves_immediately_and_then_as_all_workers_agree(monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(in_memory.time, "monotonic", lambda: clock.now)
 

@@ -253,7 +253,8 @@ class Progress:
         self._data_check.compare([note["data"] for note in notes])
         signal = next((note["signal"] for note in notes if note["signal"]), 0)
         writing = any(note["writing"] for note in notes)
-        self._decision = Decision(signal, notes[0]["snapshot_due"], notes[0]["copy_due"], writing)
+        copy_due = all(note["copy_due"] for note in notes)  # the others wait for the slowest
+        self._decision = Decision(signal, notes[0]["snapshot_due"], copy_due, writing)
         if self._seconds:
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds, self._gpu_seconds = {}, dict

@@ -22,15 +22,7 @@ import torch
 
 from samestep.errors import SnapshotError
 from samestep.snapshot.files import DataFile, checksum, write_at
-from samestep.snapshot.part import (
-    Contribution,
-    Part,
-    Pin,
-    copy_together,
-    describe,
-    gpu_of,
-    header,
-)
+from samestep.snapshot.part import Contribution, Part, Pin, copy_together, describe, gpu_of
 from samestep.snapshot.state import canonical
 
 START: Final = mmap.PAGESIZE
@@ -86,7 +78,7 @@ class MemorySlot:
         contents = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         end = START + mine.file_bytes
         data = self._memory[START:end]
-        head = torch.frombuffer(bytearray(header(mine)), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(mine.header), dtype=torch.uint8)
         if (device := gpu_of(contents)) is not None:
             self._pin = self._pin or Pin(self._memory, device)
             parts = data.split([len(head), *map(len, contents)])[1:]
@@ -131,10 +123,12 @@ def read(file: int) -> SlotContent | None:
 def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
     """Copy bytes in a row and return the checksums of segments, computed while in CPU caches."""
     checksums, data, copied = [], memory.numpy().data, 0
+    address = memory.data_ptr()
     for content in contents:
-        for chunk in content.split(SEGMENT_BYTES):
-            before, copied = copied, copied + len(chunk)
-            if chunk.data_ptr() != memory[before:copied].data_ptr():  # a GPU's are there
+        size = content.numel()
+        for chunk in content.split(SEGMENT_BYTES) if size > SEGMENT_BYTES else [content]:
+            before, copied = copied, copied + chunk.numel()
+            if chunk.data_ptr() != address + before:  # a GPU's are there
                 memory[before:copied].copy_(chunk)
             if before // SEGMENT_BYTES < copied // SEGMENT_BYTES:
                 stop = copied // SEGMENT_BYTES * SEGMENT_BYTES

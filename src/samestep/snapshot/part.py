@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from mmap import PAGESIZE
 from pathlib import Path
@@ -59,15 +60,33 @@ class Contribution:
     specs: Mapping[str, TensorSpec]
     pieces: Sequence[LocalPiece]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    @cached_property
+    def header(self) -> bytes:
+        """The header of a safetensors file; the bytes of all pieces follow.
+
+        Source: https://github.com/huggingface/safetensors#format
+        """
+        entries: dict[str, Plain] = {}
+        for piece, (start, stop) in zip(self.pieces, self.ranges(self.nbytes), strict=True):
+            dtype = _DTYPE_NAMES.get(piece.dtype)
+            entries[f"{piece.tensor}[{piece.start}:{piece.stop}]"] = {
+                "dtype": dtype or "U8",
+                "shape": [piece.stop - piece.start if dtype else piece.nbytes],
+                "data_offsets": [start, stop],
+            }
+        text = canonical(entries).encode()
+        text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
     @property
     def file_bytes(self) -> int:
         """The size of the data file."""
-        return len(header(self)) + self.nbytes
+        return len(self.header) + self.nbytes
 
     def ranges(self, end: int) -> Iterator[tuple[int, int]]:
         """Yield the [start, stop) bytes of the pieces in a file, where the last ends at `end`."""
@@ -254,7 +273,7 @@ class StagingBuffer:
 
     def copy(self, mine: Contribution, tensors: Sequence[torch.Tensor]) -> memoryview:
         """Return the content of a data file with the 1-D tensors, valid until the next call."""
-        head = torch.frombuffer(bytearray(header(mine)), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(mine.header), dtype=torch.uint8)
         sources = [head, *(tensor.contiguous().view(torch.uint8) for tensor in tensors)]
         sizes = [source.numel() for source in sources]
         self.reserve(sum(sizes), gpu_of(tensors))
@@ -282,21 +301,3 @@ def describe(mine: Contribution, digests: Sequence[str | None], file: DataFile) 
     pieces = zip(mine.pieces, mine.ranges(file.size), digests, strict=True)
     table = [(one.tensor, one.start, one.stop, first, digest) for one, (first, _), digest in pieces]
     return Part(mine.state, mine.specs, table, file)
-
-
-def header(mine: Contribution) -> bytes:
-    """Return the header of a safetensors file; the bytes of all pieces follow.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
-    entries: dict[str, Plain] = {}
-    for piece, (start, stop) in zip(mine.pieces, mine.ranges(mine.nbytes), strict=True):
-        dtype = _DTYPE_NAMES.get(piece.dtype)
-        entries[f"{piece.tensor}[{piece.start}:{piece.stop}]"] = {
-            "dtype": dtype or "U8",
-            "shape": [piece.stop - piece.start if dtype else piece.nbytes],
-            "data_offsets": [start, stop],
-        }
-    text = canonical(entries).encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
