@@ -72,6 +72,33 @@ def test_first_copy_is_made_after_the_first_step(tmp_path):
         assert state.step == STEPS
 
 
+def saved_steps(directory, slow_rank):
+    """Train, with time for a save after each step on all workers but one; return when it saved."""
+    steps, save = [], in_memory.InMemorySnapshots.save
+
+    def noted(self, step, *args, **options):
+        steps.append(step)
+        save(self, step, *args, **options)
+
+    def time_is_up(self):
+        return self._world.rank != slow_rank
+
+    with (
+        mock.patch.object(in_memory.InMemorySnapshots, "save", noted),
+        mock.patch.object(in_memory.InMemorySnapshots, "time_is_up", time_is_up),
+    ):
+        train(image_job, directory, {"snapshot_every": None, "hot_every": "auto"})
+    return steps
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1, None])
+def test_a_save_waits_until_the_slowest_worker_has_time_for_it(slow_rank, tmp_path):
+    expected = [1] if slow_rank is not None else list(range(1, STEPS + 1))
+    with open_launcher_state(2) as state:
+        saved = run_workers(saved_steps, 2, tmp_path, slow_rank, environment=state.environment)
+    assert saved == [expected] * 2
+
+
 def test_run_is_recognized_by_a_relative_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_launcher_state(1) as state:

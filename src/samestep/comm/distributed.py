@@ -288,9 +288,9 @@ class Distributed(World):
             left, right = hosts[own - have], hosts[(own + have) % len(hosts)]
             sent = torch.cat([_rows(table, hosts[(own + n) % len(hosts)]) for n in range(new)])
             targets = [_rows(table, hosts[(own + have + n) % len(hosts)]) for n in range(new)]
-            sending = dist.isend(sent, left.start, self._group)
             rows = table.new_empty(sum(map(len, targets)), table.shape[1])
-            receiving = dist.irecv(rows, right.start, self._group)
+            receiving = dist.irecv(rows, right.start, self._group)  # gloo sends to a posted one
+            sending = dist.isend(sent, left.start, self._group)
             yield
             # None only for workers outside of the group: there are none
             receiving.wait()  # type: ignore[union-attr]
