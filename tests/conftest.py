@@ -37,6 +37,12 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _default_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch look for GPUs as it does by itself: importing Lightning changes that."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _default_signals() -> None:
     """Deliver every signal as in a fresh process.
 

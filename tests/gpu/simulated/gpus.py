@@ -56,10 +56,12 @@ class SimulatedGpus:
     def __init__(self, library: Path) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "tests.gpu.simulated.server", str(theirs.fileno())]
+        environment = {**os.environ, "SIMULATED_GPU_LIBRARY": str(library)}
+        environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # as in `_default_gpu_check`
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "SIMULATED_GPU_LIBRARY": str(library)},
+            env=environment,
             cwd=Path(__file__).parents[3],
         )
         theirs.close()
