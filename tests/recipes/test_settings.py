@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.detect.coco import AnnotationError
-from recipes.settings import SettingsError, parser, read, run_script, setting, to_yaml
+from recipes.settings import (
+    SETTINGS_FILE,
+    SettingsError,
+    parser,
+    read,
+    run_script,
+    setting,
+    write_settings,
+)
 from recipes.stain.data import StripError
 from recipes.vit.data import ImageError
 from recipes.vit.pretrained import PretrainedError
@@ -100,10 +108,10 @@ def write(path, content):
 
 @given(settings=outers)
 def test_written_settings_are_read_back_equal(settings, tmp_path_factory):
-    file = tmp_path_factory.getbasetemp() / "written.yaml"
-    file.write_text(to_yaml(settings), encoding="utf-8")
+    folder = tmp_path_factory.getbasetemp()
+    write_settings(folder, settings)
 
-    assert read(Outer, [str(file)]) == settings
+    assert read(Outer, [str(folder / SETTINGS_FILE)]) == settings
 
 
 @pytest.mark.parametrize("key", KEYS)
