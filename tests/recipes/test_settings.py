@@ -218,6 +218,17 @@ def test_a_wrong_value_in_a_file_is_named_with_the_file(content, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "value", ["${steps}", f"{'a' * 40}${{oc.env:HOME}}{'b' * 40}", ["${steps}"]]
+)
+def test_a_reference_is_refused_in_a_file_and_in_an_argument(value, tmp_path):
+    key = "title" if isinstance(value, str) else "inner.shape"
+    file = write(tmp_path / "a.yaml", nested(key, value))
+    for source in (file, f"{key}={value}"):
+        with pytest.raises(SettingsError, match=rf"{key}=.*references such as .* not supported"):
+            read(Outer, [source])
+
+
+@pytest.mark.parametrize(
     ("word", "meant"), [("true", True), ("yes", True), ("off", False), ("false", False)]
 )
 def test_a_switch_takes_the_words_of_yaml(word, meant):
