@@ -7,17 +7,16 @@ sources override earlier ones: defaults, the file that a file names as its `base
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
-import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -25,8 +24,10 @@ import samestep as ss
 
 S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
-LARGEST = 2**20  # characters of a file
+ENDINGS = (".yaml", ".yml")
+LARGEST = 2**20  # bytes of a file
 TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
+_defaults = cache(OmegaConf.structured)  # which compiles every annotation
 
 
 class SettingsError(ValueError):
@@ -42,41 +43,35 @@ def setting(default: Any, description: str) -> Any:
 class RunSettings:
     """The settings that all recipes share; a recipe's settings extend them."""
 
-    lanes: int | None = setting(
-        None,
-        "number of slices of a batch, at least the number of workers (default: number of workers)",
-    )
+    lanes: int | None = setting(None, "slices of a batch, at least one per worker; default: one")
     seed: int = setting(0, "determines all random draws")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
 
 
 def read(kind: type[S], sources: Iterable[str]) -> S:
     """Read settings from YAML files and then `key=value` texts. Raises `SettingsError`."""
-    known, config = dict(_settings_of(kind)), deepcopy(_defaults(kind))
-    for source in sorted(sources, key=lambda source: not _is_file(source)):  # stable: files first
+    types, config = {key: words for key, words, _ in _settings_of(kind)}, deepcopy(_defaults(kind))
+    for key in types:  # a frozen dataclass is read-only
+        OmegaConf.set_readonly(OmegaConf.select(config, key.rpartition(".")[0]), False)
+    for source in sorted(sources, key=lambda source: not source.endswith(ENDINGS)):  # stable
         key, equals, text = source.partition("=")
-        if not equals and not _is_file(source):
+        is_file = source.endswith(ENDINGS)
+        if not equals and not is_file:
             raise SettingsError(f"expected a file that ends in .yaml or key=value, got {source!r}")
-        values = _read_file(Path(source)) if _is_file(source) else [(source, key, text)]
-        for origin, name, value in values:
-            _update(config, known, origin, name, value)
+        for place, name, value in _read_file(Path(source)) if is_file else [("", key, text)]:
+            _update(config, types, place, name, value)
     try:
         return OmegaConf.to_object(config)
     except Exception as error:  # a value that OmegaConf treats as missing: ???
         raise SettingsError(str(error).partition("\n")[0]) from error
 
 
-def to_yaml(settings: Any) -> str:
-    """Return settings as YAML that `read` converts back to an equal value."""
-    plain = json.loads(json.dumps(asdict(settings), default=str))  # converts tuples and paths
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
-
-
 def write_settings(directory: Path | None, settings: Any) -> None:
     """Write settings as a file that repeats the run."""
     if directory is not None:
+        plain = json.loads(json.dumps(asdict(settings), default=str))  # converts tuples and paths
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
+        OmegaConf.save(OmegaConf.create(plain), directory / SETTINGS_FILE)
 
 
 def write_run_settings(run: ss.Run, settings: Any) -> None:
@@ -97,30 +92,25 @@ def write_run_settings(run: ss.Run, settings: Any) -> None:
 class Parser(argparse.ArgumentParser):
     """A parser whose help and errors are printed by rank 0 only."""
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, *message_and_file: Any) -> None:
         if os.environ.get("RANK", "0") == "0":
-            super()._print_message(message, file)
-
-    def parse_intermixed_args(self, *given: Any) -> argparse.Namespace:  # type: ignore[override]
-        """Parse; a `--dir` of `samestep run`, before the script, counts wherever flags do."""
-        flags = super().parse_intermixed_args(*given)
-        directory = os.environ.get("SAMESTEP_DIR", "")
-        if directory.lower() not in {"", "none"}:
-            flags.dir = Path(directory)
-        return flags
+            super()._print_message(*message_and_file)
 
 
 def parser(kind: type, description: str) -> Parser:
     """Make a parser with `settings` and `--dir`, whose `--help` lists every setting of `kind`."""
     lines = ["settings (defaults < base file < file < command line):"]
-    for key, one in _settings_of(kind):
+    for key, words, one in _settings_of(kind):
         default = "none" if one.default is None else json.dumps(one.default, default=str).strip('"')
-        lines += [f"  {key}={default}", f"      {one.metadata['description']} ({_type_of(one)})"]
+        lines += [f"  {key}={default}", f"      {one.metadata['description']} ({words})"]
     style = argparse.RawDescriptionHelpFormatter
     made = Parser(description=description, epilog="\n".join(lines), formatter_class=style)
     files = "files and settings; settings override files, later ones override earlier ones"
     made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help=files)
-    made.add_argument("--dir", type=Path, help="directory of the run; an existing run is resumed")
+    above = os.environ.get("SAMESTEP_DIR", "")  # the --dir of `samestep run`, which wins
+    above = None if above.lower() in {"", "none"} else above
+    run = "directory of the run; an existing run is resumed"
+    made.add_argument("--dir", type=lambda own: Path(above or own), default=above, help=run)
     # torch.distributed.launch and DeepSpeed's launcher pass it, and also set LOCAL_RANK
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made
@@ -130,13 +120,11 @@ def read_arguments(
     kind: type[S], description: str, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, S]:
     """Return the flags and the settings of a command line with `--dir` and `--eval`."""
-    flags_parser = parser(kind, description)
-    flags_parser.add_argument(
-        "--eval", action="store_true", help="evaluate the newest state in DIR"
-    )
-    flags = flags_parser.parse_intermixed_args(arguments)
+    made = parser(kind, description)
+    made.add_argument("--eval", action="store_true", help="evaluate the newest state in DIR")
+    flags = made.parse_intermixed_args(arguments)
     if flags.eval and not flags.dir:
-        flags_parser.error("--eval needs --dir, the directory of a run")
+        made.error("--eval needs --dir, the directory of a run")
     from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval else []
     return flags, read(kind, [*from_run, *flags.settings])
 
@@ -155,102 +143,76 @@ def run_script(main: Callable[[], object]) -> None:
         raise SystemExit(str(cause)) from None
 
 
-def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, str, Field[Any]]]:
+    """Yield the key of each setting, its type in words and its field."""
     for one in fields(kind):
         if one.default_factory is MISSING:
-            yield prefix + one.name, one
+            words = str(one.type).replace("Literal[", "one of [").replace('"', "'")
+            yield prefix + one.name, words, one
         else:
             yield from _settings_of(one.default_factory, f"{prefix}{one.name}.")
 
 
-@cache
-def _defaults(kind: type) -> Any:
-    config = OmegaConf.structured(kind)
-    for key, _ in _settings_of(kind):  # a frozen dataclass is read-only
-        OmegaConf.set_readonly(OmegaConf.select(config, key.rpartition(".")[0]), False)
-    return config
-
-
-def _type_of(one: Field[Any]) -> str:
-    return str(one.type).replace("Literal[", "one of [").replace('"', "'")
-
-
-def _is_file(source: str) -> bool:
-    return source.endswith((".yaml", ".yml"))
-
-
-def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
-    """Yield the source, key and value of each setting in a file, after those of its base."""
+def _read_file(path: Path, *extended_by: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield the place, key and value of each setting in a file, after those of its base."""
     try:
         path = path.resolve()
-        content = OmegaConf.to_container(OmegaConf.create(_text_of(path)))
+        content = _load(path)
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
         reason = str(error).partition("\n")[0]
         raise SettingsError(f"{path} cannot be read as YAML: {reason}") from error
     if path in extended_by:
         cycle = " -> ".join(map(str, (*extended_by, path)))
         raise SettingsError(f"base files form a cycle: {cycle}")
+    if (base := content.pop("base", None)) is not None:
+        yield from _read_file(path.parent / str(base), *extended_by, path)
+    for key, value in content.items():
+        yield f"{path}: ", str(key), value
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} bytes")
+    content = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(content, dict):
-        got = _short(content)
-        raise SettingsError(f"{path}: expected settings such as 'epochs: 10', got {got}")
-    base = content.pop("base", None)
-    if base is not None:
-        yield from _read_file(path.parent / str(base), (*extended_by, path))
-    for key, value in _flatten(content):
-        yield f"{path}: {key}={_short(value)}", key, value
+        raise TypeError("expected settings such as 'epochs: 10', got a list")
+    return content
 
 
-def _text_of(path: Path) -> str:
-    with path.open(encoding="utf-8") as file:
-        text = file.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST} characters")
-    return text
+def _update(config: Any, types: Mapping[str, str], place: str, key: str, value: Any) -> None:
+    if isinstance(value, dict) and value:
+        for name in value:
+            _update(config, types, place, f"{key}.{name}", value[name])
+        return
+    shown = _short(value)
+    source = f"{place}{key}={shown}"
+    if key not in types:
+        raise SettingsError(f"{source}: unknown setting {key}; {_hint(types, key)}")
+    if "${" in (value if isinstance(value, str) else shown):  # OmegaConf would replace it
+        raise SettingsError(f"{source}: references such as ${{key}} are not supported")
+    try:
+        if value == "none" and types[key].endswith("None"):
+            value = None
+        elif isinstance(value, str) and not types[key].startswith(TEXT_TYPES):
+            value = OmegaConf.create(f"value: {value}").value
+        OmegaConf.update(config, key, value)
+    except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
+        near = get_close_matches(shown, types[key].split("'")[1::2], 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SettingsError(f"{source}: expected {types[key]} for {key}{hint}") from error
 
 
 def _short(value: Any) -> str:
     try:
-        return reprlib.repr(value)[:200]
+        return reprlib.repr(value)[:200].strip("'")
     except ValueError:  # Python does not print integers of thousands of digits
         return "a long number"
 
 
-def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _update(
-    config: Any, known: Mapping[str, Field[Any]], source: str, key: str, value: Any
-) -> None:
-    if key not in known:
-        raise SettingsError(f"{source}: unknown setting {key}; {_hint(known, key)}")
-    if "${" in _short(value):  # OmegaConf would replace it
-        raise SettingsError(f"{source}: references such as ${{key}} are not supported")
-    expected = _type_of(known[key])
-    try:
-        if value == "none" and expected.endswith("None"):
-            value = None
-        elif isinstance(value, str) and not expected.startswith(TEXT_TYPES):
-            value = OmegaConf.create(f"value: {value}").value
-        OmegaConf.update(config, key, value)
-    except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
-        choices = re.findall(r"'(\w+)'", expected)
-        near = difflib.get_close_matches(_short(value).strip("'"), choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise SettingsError(f"{source}: expected {expected} for {key}{hint}") from error
-
-
-def _hint(known: Mapping[str, Any], key: str) -> str:
-    inside = [other for other in known if other.startswith(f"{key}.")]
-    if inside:
+def _hint(known: Mapping[str, str], key: str) -> str:
+    if inside := [other for other in known if other.startswith(f"{key}.")]:
         return f"it is a section with {', '.join(inside)}"
     # The last part of a key matters as much as all of it: depth=6 means model.depth=6.
-    last_parts = {other.rpartition(".")[2]: other for other in reversed(known)}
-    near = difflib.get_close_matches(key, known, n=1) or [
-        last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts)
-    ]
-    return f"did you mean {near[0]}?" if near else "--help lists every setting"
+    keys = {other.rpartition(".")[2]: other for other in reversed(known)} | {o: o for o in known}
+    near = get_close_matches(key, keys) or get_close_matches(key.rpartition(".")[2], keys)
+    return f"did you mean {keys[near[0]]}?" if near else "--help lists every setting"

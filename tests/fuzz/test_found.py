@@ -72,7 +72,7 @@ def test_a_base_that_is_not_a_file_is_rejected(tmp_path, base):
 
 
 def test_settings_larger_than_a_megabyte_are_rejected(tmp_path):
-    message = f"more than {settings.LARGEST} characters"
+    message = f"more than {settings.LARGEST} bytes"
     assert message in rejected(tmp_path, "#" * (settings.LARGEST + 1))
 
 

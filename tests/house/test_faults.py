@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 
 import pytest
 
@@ -8,9 +10,14 @@ from tests.faults import cut, flip_byte, full_disk, kill_at
 
 
 def test_kill_at_spares_other_steps_and_ranks(monkeypatch):
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda process, number: killed.append((process, number)))
     monkeypatch.setenv("RANK", "0")
     kill_at(step=2, rank=0)(1)
     kill_at(step=2, rank=1)(2)
+    assert killed == []
+    kill_at(step=2, rank=0)(2)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
 def test_flip_byte_changes_one_byte(tmp_path):

@@ -5,7 +5,8 @@ import pytest
 from tests.needs import needs
 
 
-def test_with_a_component_that_is_found_the_test_continues():
+def test_with_a_component_that_is_found_the_test_continues(monkeypatch):
+    monkeypatch.setenv("CI", "true")  # where it fails, and is not skipped, if it does not continue
     needs("sh")
     needs("the Moon", found=True)
 

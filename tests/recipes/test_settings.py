@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.detect.coco import AnnotationError
-from recipes.settings import SettingsError, parser, read, run_script, setting, to_yaml
+from recipes.settings import (
+    SETTINGS_FILE,
+    SettingsError,
+    parser,
+    read,
+    run_script,
+    setting,
+    write_settings,
+)
 from recipes.stain.data import StripError
 from recipes.vit.data import ImageError
 from recipes.vit.pretrained import PretrainedError
@@ -100,10 +108,10 @@ def write(path, content):
 
 @given(settings=outers)
 def test_written_settings_are_read_back_equal(settings, tmp_path_factory):
-    file = tmp_path_factory.getbasetemp() / "written.yaml"
-    file.write_text(to_yaml(settings), encoding="utf-8")
+    folder = tmp_path_factory.getbasetemp()
+    write_settings(folder, settings)
 
-    assert read(Outer, [str(file)]) == settings
+    assert read(Outer, [str(folder / SETTINGS_FILE)]) == settings
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -207,6 +215,17 @@ def test_a_wrong_value_in_a_file_is_named_with_the_file(content, tmp_path):
     assert any(
         str(key) in str(caught.value) for key in (content if isinstance(content, dict) else "1")
     )
+
+
+@pytest.mark.parametrize(
+    "value", ["${steps}", f"{'a' * 40}${{oc.env:HOME}}{'b' * 40}", ["${steps}"]]
+)
+def test_a_reference_is_refused_in_a_file_and_in_an_argument(value, tmp_path):
+    key = "title" if isinstance(value, str) else "inner.shape"
+    file = write(tmp_path / "a.yaml", nested(key, value))
+    for source in (file, f"{key}={value}"):
+        with pytest.raises(SettingsError, match=rf"{key}=.*references such as .* not supported"):
+            read(Outer, [source])
 
 
 @pytest.mark.parametrize(

@@ -247,15 +247,17 @@ def test_hash_on_a_device_depends_on_every_byte_and_its_place(monkeypatch):
 
 
 def test_state_that_moved_to_another_device_does_not_differ():
-    def body(run):
-        model = run.replicate(torch.nn.Linear(2, 1))
-        digests = iter([digest({}), "of the same values on a GPU"][run.rank :])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(divergence, "digest", lambda _: next(digests))
-            run._session.divergence.compare(1)
-        return model
+    def body():
+        with ss.init(lanes=2) as run:
+            run.replicate(torch.nn.Linear(2, 1))
+            digests = iter([digest({}), "of the same values on a GPU"][run.rank :])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(divergence, "digest", lambda _: next(digests))
+                run._session.divergence.compare(1)
+            return list(digests)
 
-    run_workers(train, 2, body, None, {"lanes": 2})
+    # each worker took one digest, and no error followed
+    assert run_workers(body, 2) == [["of the same values on a GPU"], []]
 
 
 def test_one_worker_computes_no_checksums():

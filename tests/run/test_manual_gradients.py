@@ -296,8 +296,10 @@ def test_model_can_be_trained_by_hand_after_its_run():
     model = make_model()
     with ss.init() as run:
         run.replicate(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     plain_loop(None, model, None, [images(4)[:4]])
     torch.optim.SGD(model.parameters()).step()
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 @pytest.fixture

@@ -245,18 +245,21 @@ def test_a_run_may_have_few_workers_and_then_many(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "steps", "quantiles"),
     [
-        {"mean": None},
-        {"quantiles": {}},
-        {"quantiles": {"own": [1, 2]}},
-        {"quantiles": {"own": ["x"] * 5}},
-        {"slowest": 1e15},
-        {"slowest": "x"},
+        ({"mean": None}, 0, 0),
+        ({"quantiles": {}}, 0, 0),
+        ({"quantiles": {"own": [1, 2]}}, 0, 0),
+        ({"quantiles": {"own": ["x"] * 5}}, 1, 0),
+        ({"slowest": 1e15}, 1, 5),
+        ({"slowest": "x"}, 1, 5),
     ],
 )
-def test_a_summary_that_no_run_writes_is_harmless(tmp_path, change):
+def test_of_a_summary_that_no_run_writes_the_usable_part_is_shown(
+    tmp_path, change, steps, quantiles
+):
     event = {**summary(0, slowest=0, own=(0.1,) * 5), **change}
     view = view_of(tmp_path, started(), event)
-    view.summary()
-    view.timing()
+    assert view.summary()["step"] == steps
+    answer = view.timing()
+    assert (len(answer["x"]), len(answer["quantiles"])) == (steps, quantiles)
