@@ -37,9 +37,9 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _default_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def _default_gpu_check() -> None:
     """Let torch look for GPUs as it does by itself: importing Lightning changes that."""
-    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
 
 
 @pytest.fixture(autouse=True)
