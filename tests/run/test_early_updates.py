@@ -45,6 +45,14 @@ def partly_cleared(run, model, optimizer, again):
     optimizer.step()
 
 
+def partly_accumulated(run, model, optimizer, again):
+    optimizer.zero_grad()
+    again(model[4])
+    again()
+    model[4].weight.grad = None  # the only gradient that does not arrive in the step
+    optimizer.step()
+
+
 def read(run, model, optimizer, again):
     run.log_histogram("gradients", model, grad=True)
     optimizer.step()
@@ -86,6 +94,7 @@ def frozen_later(run, model, optimizer, again):
 
 # buckets in the first step that are updated one by one
 EARLY = dict.fromkeys([nothing, discarded, zeroed, partly_cleared, skipped, frozen_later], 5)
+EARLY[partly_accumulated] = 4
 
 
 def train(between, exchange_dtype):
@@ -112,8 +121,8 @@ def train(between, exchange_dtype):
         torch.optim.AdamW.step.__wrapped__ = counted
         for batch in run.batches(torch.randn(12, 12), 4, epochs=1):
 
-            def again(batch=batch):
-                run.backward(lambda net, one: net(one).square().mean(), model, batch)
+            def again(update=None, batch=batch):
+                run.backward(lambda net, one: net(one).square().mean(), model, batch, update=update)
 
             updates.append(0)
             run.backward(lambda net, one: net(one).square().mean(), model, batch)
@@ -135,6 +144,7 @@ def train(between, exchange_dtype):
         discarded,
         zeroed,
         partly_cleared,
+        partly_accumulated,
         read,
         skipped,
         with_closure,

@@ -203,7 +203,6 @@ class Recording:
         self._lanes.open_seals()
         sliced: dict[int, list[torch.Tensor]] = {}
         for buffer in self._lanes.flat_buffers():
-            buffer.drop_cleared()
             sliced.update(buffer.own_gradients())
         found = {full: t.grad for full, t in tensors.items() if t.is_leaf and t.grad is not None}
         stored = {full: sliced[id(t)] for full, t in tensors.items() if id(t) in sliced}

@@ -190,7 +190,7 @@ class Run(Collectives, Recording):
             places = self._lanes.places()
             shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
-            self._lanes.seals[-1].complete = shard.complete
+            self._lanes.seals[-1].settle = shard.settle
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
             parameters += [p for group in optimizer.param_groups for p in group["params"]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from sys import getrefcount
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
 # Sums of two hosts that are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20
+UNHELD: Final = next(map(getrefcount, [object()]))  # references to what only a list holds
 
 
 def buckets(
@@ -97,7 +99,8 @@ class Exchange:
     on every host; otherwise workers hold their own slices. `held` numbers them in flat storage.
 
     Call `put`, wait for all workers, then call `sum`, and `gather` for the complete gradients. The
-    next `put` reuses the memory of the tensors that `sum` and `gather` return.
+    next `put` reuses the memory of the tensors that `sum` and `gather` return; `spare_held` before
+    it keeps those of `gather` that are still in use.
     """
 
     def __init__(
@@ -191,6 +194,15 @@ class Exchange:
         wait_until_free([self])
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
+
+    def spare_held(self) -> None:
+        """Move gathered gradients that user code still holds out of the memory of the next ones."""
+        views = self.own_views[0] if self._converted is None else self._converted[1]
+        for number, references in enumerate(list(map(getrefcount, views))):
+            if references > UNHELD:
+                held = views[number]
+                views[number] = held.detach()
+                held.data = held.clone()
 
     def receive(self) -> None:
         """Begin to receive what the other host sends, if `start` swaps sums with it.

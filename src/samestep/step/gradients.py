@@ -160,6 +160,7 @@ class ManualGradients:
         self._found: dict[int, Tensor] = {}
         self._in_lane = self._in_backward = False
         self._lane_called_backward = False
+        self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
 
     def watch(self, module: Module) -> None:
         """Watch the module's parameters, including frozen ones, which may be trained later."""
@@ -194,7 +195,11 @@ class ManualGradients:
     def around_backward(self) -> Iterator[None]:
         """Note which watched parameters get gradients in this block, except from `run.backward`."""
         if self._in_backward:
-            yield
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
             return
         self._lane_called_backward = self._in_lane
         parameters = self._parameters
@@ -216,6 +221,10 @@ class ManualGradients:
                 for number, parameter in self._found.items()
                 if parameter.grad is not None and bool(parameter.grad.any())
             }
+
+    def is_nested(self) -> bool:
+        """Return whether a function of a lane's graph runs a backward pass of its own."""
+        return self._depth > 1
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
@@ -344,7 +353,8 @@ class GradientSeal:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.complete: Callable[[], bool] = lambda: False  # waits for gradients that still arrive
+        # waits for gradients that still arrive, and drops cleared ones
+        self.settle: Callable[[], object] = lambda: None
         self._ids = set(map(id, self._parameters()))
         self.seal()
         optimizer.register_step_pre_hook(self.check)
@@ -377,10 +387,10 @@ class GradientSeal:
                 parameter.grad = None
 
     def open(self) -> None:
-        """Check gradients, and wait for those that still arrive, so that they can be read."""
+        """Check gradients, and settle them, so that they can be read."""
         self.check()
-        if self.complete():
-            self.seal()
+        self.settle()
+        self.seal()
 
     def _parameters(self) -> list[Tensor]:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
@@ -427,6 +437,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, **options)
         self._world, self._seals = world, seals
+        if self.is_enabled():  # a worker without samples may never call `scale`
+            self._lazy_init_scale_growth_tracker(torch.device(device))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

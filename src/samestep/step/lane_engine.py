@@ -235,6 +235,9 @@ class LaneEngine(LaneContext):
             if bucket.flat_buffer is not None:
                 bucket.flat_buffer.stash_gradients(are_clear=are_clear and bucket.has_all)
         earlier = [] if are_clear else stash_gradients(parameters)
+        for bucket in overlap.buckets:
+            if bucket.flat_buffer is None:
+                bucket.exchange.spare_held()
         kind = LanePass if loss.embed is None else WholeBatchPass
         lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
         begun = self.gpu_clock.mark()
@@ -305,9 +308,13 @@ class LaneEngine(LaneContext):
         if cache_key not in self._overlaps:
             own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
             if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
-                self._overlaps[cache_key] = EarlyExchange(own_buckets, parameters, self.world)
+                self._overlaps[cache_key] = EarlyExchange(
+                    own_buckets, parameters, self.world, self.manual.is_nested
+                )
             elif own_buckets and self.lanes == self.world.size:  # several lanes are added first
-                self._overlaps[cache_key] = EarlyCopies(own_buckets, parameters)
+                self._overlaps[cache_key] = EarlyCopies(
+                    own_buckets, parameters, self.manual.is_nested
+                )
             else:
                 self._overlaps[cache_key] = Overlap(own_buckets)
         if self.world.size > 1:

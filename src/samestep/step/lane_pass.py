@@ -257,7 +257,14 @@ class LanePass:
         overlap = self.overlap(self._sums) if is_last else nullcontext({})
         with self.context.manual.backward(parameters, lane), overlap as self._taken:
             torch.autograd.backward(roots, weights, inputs=parameters)
-        return take_gradients(parameters, self.context.round_to)
+        gradients = take_gradients(parameters, self.context.round_to)
+        if any(gradients[n] is not None for n in self._taken):
+            raise LossError(
+                f"in lane {lane}, a torch.autograd.Function called backward() itself and added to a"
+                " gradient that was complete: a parameter that it uses is also used outside of it."
+                " Let the function use torch.autograd.grad and return the gradient"
+            )
+        return gradients
 
     def _weight(self, loss: Tensor, count: int) -> Tensor | None:
         """Return the factor of a lane's gradient before it is added; `scale` is the rest."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -84,7 +84,7 @@ class Overlap:
         try:
             yield self._taken
         finally:
-            self._active, self._sums = False, {}
+            self._active, self._sums, self._taken = False, {}, {}
 
     def _begin(self) -> None:
         """Prepare for the first gradient."""
@@ -128,15 +128,24 @@ class Overlap:
 class EarlyExchange(Overlap):
     """Exchanges each bucket between hosts as soon as autograd has computed its gradients.
 
+    A backward pass that `is_nested` in that of the lane may be one of several that add to a
+    gradient, so its gradients wait for `finish`, or for the lane's own pass to add to them.
+
     Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
     the same order. So buckets start from last to first; those that a lane does not reach wait for
     `finish`. An exchange starts once all workers of the host have put their gradients into it. They
     count these in shared memory without waiting: each checks the counts at its next gradient.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters, world: World) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Parameters,
+        world: World,
+        is_nested: Callable[[], bool],
+    ) -> None:
         super().__init__(buckets)
-        self._parameters = parameters
+        self._parameters, self._is_nested = parameters, is_nested
         self.order = buckets[::-1]
         self._awaited = [0] * len(buckets)
         self._put = self._started = 0  # of `order`
@@ -160,7 +169,7 @@ class EarlyExchange(Overlap):
         self._before += len(self.order)
 
     def _arrived(self, number: int, _: Tensor) -> None:
-        if not self._active:
+        if not self._active or self._is_nested():
             return
         self._awaited[number] -= 1
         if self._put == number and not self._awaited[number]:
@@ -239,23 +248,30 @@ class EarlyExchange(Overlap):
 class EarlyCopies(Overlap):
     """Copies each large gradient of a single lane as soon as autograd has computed it.
 
-    It is then still in the CPU cache, and only one gradient at a time is in memory twice.
+    It is then still in the CPU cache, and only one gradient at a time is in memory twice. Those of
+    nested passes wait, as in `EarlyExchange`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Parameters) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], parameters: Parameters, is_nested: Callable[[], bool]
+    ) -> None:
         super().__init__(buckets)
+        self._is_nested = is_nested
         for bucket in buckets:
-            for n, view in zip(bucket.numbers, bucket.exchange.own_views[0], strict=True):
+            views = bucket.exchange.own_views[0]
+            for number, (n, view) in enumerate(zip(bucket.numbers, views, strict=True)):
                 if n is not None and view.nbytes >= EARLY_BYTES:
-                    hook = partial(self._arrived, n, view)
+                    hook = partial(self._arrived, n, views, number)
                     parameters[n].register_post_accumulate_grad_hook(hook)
 
     def _begin(self) -> None:
         wait_until_free([bucket.exchange for bucket in self.buckets])
 
-    def _arrived(self, n: int, view: Tensor, parameter: Tensor) -> None:
-        gradient = parameter.grad
+    def _arrived(self, n: int, views: list[Tensor], number: int, parameter: Tensor) -> None:
+        view, gradient = views[number], parameter.grad
+        if not self._active or self._is_nested():
+            return
         # sparse gradients are rejected after backward
-        if self._active and gradient is not None and gradient.layout == view.layout:
+        if gradient is not None and gradient.layout == view.layout:
             view.copy_(gradient)
             self._taken[n], parameter.grad = [view], None

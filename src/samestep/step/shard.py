@@ -157,21 +157,20 @@ class FlatBuffer:
             return False
         return have_none([segment.parameter for segment in self.segments])
 
-    def complete(self) -> bool:
-        """Wait for gradients that still arrive; return whether there were any.
+    def complete(self) -> None:
+        """Wait for gradients that still arrive.
 
         Those that user code has cleared meanwhile are not used.
         """
         wait, self._arrived = self._arrived, None
         if wait is None:
-            return False
+            return
         values = wait()
         for number, (segment, placeholder) in enumerate(self.arriving):
             if segment.parameter.grad is placeholder:
                 is_unused = number in self._unused
                 segment.parameter.grad = None if is_unused else segment.view_in(values)
         self.arriving, self._unused = [], set()
-        return True
 
     def drop_cleared(self) -> None:
         """Drop the gradients of parameters whose `.grad` user code has cleared.
@@ -339,14 +338,21 @@ class Shard:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
         return self._index_of[id(buffer.parameter_of(fragment))]
 
-    def complete(self) -> bool:
-        """Wait for gradients that still arrive; return whether there were any."""
-        arrived = [buffer.complete() for buffer in self.flat_buffers]
-        return any(arrived)
+    def complete(self) -> None:
+        """Wait for gradients that still arrive."""
+        for buffer in self.flat_buffers:
+            buffer.complete()
+
+    def settle(self) -> None:
+        """Wait for gradients that still arrive, and drop those that user code has cleared."""
+        for buffer in self.flat_buffers:
+            buffer.drop_cleared()
 
     def _before_step(self, _: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         for buffer in self.flat_buffers:
             buffer.is_in_step = True
+            if not buffer.arriving:  # it is updated first
+                buffer.drop_cleared()
         if len(args) == 1 and not kwargs:  # no closure beside the optimizer itself
             self._update_early()
         for buffer in self.flat_buffers:
