@@ -4,19 +4,21 @@ usage: samestep run -n 2 -m benchmarks.growth_steps samestep 100000
        torchrun --nproc-per-node 2 -m benchmarks.growth_steps ddp 100000
 
 Every worker takes 16 samples per step, so work grows with workers. Prints the median milliseconds
-of a step and the memory of a worker in megabytes, measured in the last step before `zero_grad`.
-Both are means over workers.
+of a step and the memory of a worker in megabytes, at the peak of the last step. Both are means over
+workers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -140,7 +142,7 @@ def pure(parameters: int, steps: int) -> Figures:
 
 
 class Watch:
-    """Time steps, and measure the process's memory in the last one."""
+    """Time steps, and measure the process's peak memory in the last one."""
 
     def __init__(self, steps: int) -> None:
         self._megabytes = math.nan
@@ -155,8 +157,10 @@ class Watch:
     def step(self) -> None:
         """Count a step."""
         self._stamps.append(time.perf_counter())
+        if self.steps == self._last - 1:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
         if self.steps == self._last:
-            self._megabytes = memory()
+            self._megabytes = memory() + freed_megabytes()
 
     def figures(self) -> Figures:
         """Return the median time of a step after the warm-up, and the memory."""
@@ -165,6 +169,14 @@ class Watch:
             "step_milliseconds": 1000 * statistics.median(taken),
             "memory_megabytes": self._megabytes,
         }
+
+
+def freed_megabytes() -> float:
+    """Return by how much this process's memory was larger at its peak."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.findall(r"^Vm(?:HWM|RSS):\s+(\d+) kB", status, re.MULTILINE)
+    peak, now = (int(kilobytes) / 1024 for kilobytes in found)
+    return max(0.0, peak - now)
 
 
 WAYS = {"samestep": with_samestep, "ddp": with_ddp, "zero": with_zero, "pure": pure}

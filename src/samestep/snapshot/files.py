@@ -37,6 +37,7 @@ TRANSFER_BYTES: Final = 2**28  # that a host receives at a time
 # threads: one copies and compares while the other waits for the disk or for new pages
 READERS: Final = 2
 LARGEST_SEGMENT_BYTES: Final = 2**28
+READ_BYTES: Final = 2**18  # at a time, so that the checksum finds them in the CPU cache
 UNCACHED: Final = getattr(os, "O_DIRECT", 0)
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -159,11 +160,11 @@ def read_into(descriptor: int, offset: int, buffers: Iterable[memoryview]) -> st
     for buffer in buffers:
         rest = buffer
         while rest:
-            count = os.preadv(descriptor, [rest], offset)
+            count = os.preadv(descriptor, [rest[:READ_BYTES]], offset)
             if not count:
                 raise OSError(errno.EIO, "the file ends early")
+            digest.update(rest[:count])
             rest, offset = rest[count:], offset + count
-        digest.update(buffer)
     return digest.hexdigest()
 
 
