@@ -202,6 +202,22 @@ def test_hashes_of_strings_are_the_same_in_every_run(given, tmp_path):
     assert expected in printed("-m", "samestep", "run", **environment)
 
 
+@pytest.mark.parametrize("given", [None, "", "glibc.malloc.tcache_count=3"])
+def test_small_blocks_do_not_settle_between_large_gradients(given, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ['GLIBC_TUNABLES'])")
+    chosen = {"PYTHONHASHSEED", "GLIBC_TUNABLES"}
+    others = {name: value for name, value in os.environ.items() if name not in chosen}
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", "run", script],
+        env=others if given is None else {**others, "GLIBC_TUNABLES": given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == ("glibc.malloc.tcache_count=0" if given is None else given)
+
+
 def test_samestep_alone_prints_help(capsys):
     assert cli.main([]) == 0
     alone = capsys.readouterr().out

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_and_exit() -> NoReturn:
     """Run the command and exit without unloading torch, which takes Python half a second."""
-    _fix_hashes()
+    _set_environment()
     try:
         status = main()
         atexit._run_exitfuncs()  # noqa: SLF001  os._exit skips them
@@ -88,16 +88,19 @@ def main_and_exit() -> NoReturn:
     os._exit(status)
 
 
-def _fix_hashes() -> None:
-    """Start `samestep run` again with PYTHONHASHSEED=0, which Python reads only when it starts.
+def _set_environment() -> None:
+    """Start `samestep run` again with variables that are read only when Python starts.
 
-    Strings then have the same hashes, and sets the same order, in the workers of all hosts and
-    after a resume. A PYTHONHASHSEED that is set remains.
+    With PYTHONHASHSEED=0, strings have the same hashes, and sets the same order, in the workers of
+    all hosts and after a resume. Without malloc's cache of small blocks per thread (tcache), such
+    blocks do not settle behind large gradients, which then find the same place in every step.
+    Variables that are set remain.
     """
     given = sys.argv[1:]
     is_this_process = sys.orig_argv[len(sys.orig_argv) - len(given) :] == given
     if given[:1] == ["run"] and is_this_process and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
+        os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
         with suppress(OSError):
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  no shell
 

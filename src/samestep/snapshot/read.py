@@ -10,7 +10,7 @@ import mmap
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -263,8 +263,6 @@ class StateMemory:
             if owner not in self._kept:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 own = mmap.mmap(-1, self.sizes[owner], flags=flags)
-                with suppress(AttributeError, OSError):  # fewer page faults, where it is supported
-                    own.madvise(mmap.MADV_HUGEPAGE)
                 self._written[owner] = self._kept[owner] = own
             offset = self._offsets[name]
             stored = torch.frombuffer(
