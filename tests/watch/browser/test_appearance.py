@@ -484,14 +484,13 @@ def test_an_option_and_a_setting_of_the_same_name_are_both_shown(run, page):
     append(other, started(config={"seed": 3, "timeout": 120.0}))
     page.wait_for_run(other.name)
     page.open(run.name, tab="settings")
-    page.until("return document.querySelector('#config [data-key=seed]')")
     values = (
         "return Object.fromEntries([...document.querySelectorAll(`#${arguments[0]} [data-key]`)]"
         ".map((row) => [row.dataset.key, row.cells[1].textContent]))"
     )
     own = {"seed": "3", "timeout": "5", "command": "go"}
     options = {"samestep.seed": "7", "samestep.command": "python train.py"}
-    assert page.run(values, "config") == {**own, **options, "hosts": "here"}
+    page.wait_for({**own, **options, "hosts": "here"}, values, "config")
     assert page.run(values, "defaults") == {"samestep.timeout": "120"}
     page.open(run.name, tab="settings", versus=other.name)
     rows = "[...document.querySelectorAll('#config [data-differs]')]"

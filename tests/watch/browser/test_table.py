@@ -203,9 +203,9 @@ def test_an_idle_table_is_loaded_once_and_keeps_the_focus(run, place, page, name
     page.open(run.name, tab="table", filter="study=idle")
     page.until(f"return {ROWS}.length === 2")
     page.run("document.querySelector('#runs-table tbody button').focus()")
-    page.run("window.row = document.activeElement")
 
     def is_loaded(number):
+        page.run("window.row = document.activeElement")
         page.requests()
         time.sleep(11)  # a table is loaded at most every 3 s; ages change
         # updates all parts
