@@ -158,7 +158,7 @@ class Watch:
         """Count a step."""
         self._stamps.append(time.perf_counter())
         if self.steps == self._last - 1:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
         if self.steps == self._last:
             self._megabytes = memory() + freed_megabytes()
 

@@ -168,8 +168,6 @@ def restore(directory: Path, kind: str) -> None:
 def resume(directory: Path, kind: str) -> None:
     """Load a save on all workers of a host; print the time, and the memory of a worker.
 
-    Both start with memory that the machine has: some hypervisors take free memory away, and giving
-    it back can take longer than reading the files.
     "loaded" is when the worker can read the state, "in place" when its job has it. The peer loads
     into the job's own tensors; "in place" includes the time in which it makes the optimizer's.
     """
@@ -221,7 +219,10 @@ def resume(directory: Path, kind: str) -> None:
 
 
 def take_memory(nbytes: int) -> None:
-    """Write to new memory and free it, so that the kernel has it for what comes next."""
+    """Write to new memory and free it, so that the kernel has it for what is measured next.
+
+    Some hypervisors take free memory away; giving it back can take longer than reading the files.
+    """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     torch.frombuffer(pages, dtype=torch.uint8).zero_()
 

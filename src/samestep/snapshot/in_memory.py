@@ -115,7 +115,7 @@ class InMemorySnapshots:
     def is_due(self, step: int, *, agreed: bool) -> bool:
         """Return whether to save after `step`; the first save is always due.
 
-        `agreed` is whether `time_is_up` on all workers.
+        `agreed` is whether `time_is_up` is true on all workers.
         """
         if self._every is None:
             return False

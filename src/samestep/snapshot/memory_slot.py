@@ -125,8 +125,7 @@ def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
     checksums, data, copied = [], memory.numpy().data, 0
     address = memory.data_ptr()
     for content in contents:
-        size = content.numel()
-        for chunk in content.split(SEGMENT_BYTES) if size > SEGMENT_BYTES else [content]:
+        for chunk in content.split(SEGMENT_BYTES):
             before, copied = copied, copied + chunk.numel()
             if chunk.data_ptr() != address + before:  # a GPU's are there
                 memory[before:copied].copy_(chunk)

@@ -349,13 +349,14 @@ class Shard:
             buffer.drop_cleared()
 
     def _before_step(self, _: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        arriving = [buffer for buffer in self.flat_buffers if buffer.arriving]
         for buffer in self.flat_buffers:
             buffer.is_in_step = True
-            if not buffer.arriving:  # it is updated first
+            if buffer not in arriving:  # it is updated first
                 buffer.drop_cleared()
         if len(args) == 1 and not kwargs:  # no closure beside the optimizer itself
             self._update_early()
-        for buffer in self.flat_buffers:
+        for buffer in arriving:
             buffer.drop_cleared()
 
     def _update_early(self) -> None:
