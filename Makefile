@@ -17,7 +17,7 @@ help:
 	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
 	@echo 'make check       check style, types and imports (make lint), links and public names'
 	@echo 'make docs        build the documentation site in docs/_build/html'
-	@echo 'make bench       benchmark four jobs against seven other implementations: about fifteen minutes on two cores'
+	@echo 'make bench       benchmark four jobs against seven other implementations: about twenty minutes on two cores'
 	@echo 'make bench-more  run the remaining benchmarks (start, recovery, snapshots, scaling): about forty minutes'
 	@echo 'make clean       remove .venv and all caches'
 

@@ -92,15 +92,15 @@ def _set_environment() -> None:
     """Start `samestep run` again with variables that are read only when Python starts.
 
     With PYTHONHASHSEED=0, strings have the same hashes, and sets the same order, in the workers of
-    all hosts and after a resume. Without malloc's cache of small blocks per thread (tcache), such
-    blocks do not settle behind large gradients, which then find the same place in every step.
-    Variables that are set remain.
+    all hosts and after a resume. With only two entries per size in malloc's cache of small blocks
+    (tcache), such blocks rarely settle behind large gradients, which then find the same place in
+    every step. Variables that are set remain.
     """
     given = sys.argv[1:]
     is_this_process = sys.orig_argv[len(sys.orig_argv) - len(given) :] == given
     if given[:1] == ["run"] and is_this_process and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
-        os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
+        os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=2")
         with suppress(OSError):
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  no shell
 
