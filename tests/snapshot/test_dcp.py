@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.fsdp import fully_shard
 
 import samestep as ss
@@ -66,6 +66,14 @@ def test_any_tensor_is_read(tmp_path_factory, state):
     assert {key: exact(found[key]) for key in state} == {
         key: exact(value) for key, value in state.items()
     }
+
+
+def test_a_checkpoint_of_python_3_11_2_is_read(tmp_path, monkeypatch):
+    kind = _MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self._name_)))
+    folder = save({"weight": torch.ones(2)}, tmp_path / "checkpoint")
+    assert b"getattr" in (folder / METADATA).read_bytes()
+    assert ss.read_dcp(folder)["weight"].tolist() == [1.0, 1.0]
 
 
 def test_what_samestep_writes_is_read(tmp_path):

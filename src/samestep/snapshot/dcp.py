@@ -136,6 +136,7 @@ class _Fields:
 
 
 _STAND_INS: Final = {
+    ("builtins", "getattr"): _Fields,  # of an enum, which Python 3.11.0 to 3.11.3 pickle so
     ("collections", "OrderedDict"): dict,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Fields,
