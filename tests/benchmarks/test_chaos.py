@@ -35,6 +35,8 @@ def expected(tmp_path_factory):
     ],
 )
 def test_a_run_under_faults_ends_like_an_undisturbed_one(tmp_path, expected, hosts, kinds):
+    if os.geteuid() == 0:
+        needs("mkfs.ext4")
     if hosts > 1:
         needs("ip")
         needs("permission to make network namespaces", found=os.geteuid() == 0)

@@ -69,7 +69,8 @@ class Swaps:
 
     def __init__(self) -> None:
         self.waits_since = math.inf  # time.monotonic(), if the thread waits or has failed
-        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[Piece] | None] = SimpleQueue()  # the pieces of each tensor
+        self._next: deque[Piece] = deque()
         self._in_flight: deque[tuple[Piece, Any]] = deque()
         self._failure: Exception | None = None  # the first one; no piece is sent after it
         self._thread = Thread(target=self._run, daemon=True, name="samestep swaps")
@@ -82,9 +83,9 @@ class Swaps:
         done: Future[Exception | None] = Future()
         if not sends:  # an empty tensor
             done.set_result(None)
-        last = len(sends) - 1
-        for n, (work, send) in enumerate(zip(receiving, sends, strict=True)):
-            self._pieces.put(Piece(work, send, done if n == last else None))
+            return done
+        ends = [*[None] * (len(sends) - 1), done]
+        self._queue.put([Piece(*one) for one in zip(receiving, sends, ends, strict=True)])
         return done
 
     def close(self) -> None:
@@ -92,24 +93,26 @@ class Swaps:
 
         A thread inside torch at interpreter exit may abort the process.
         """
-        self._pieces.put(None)
+        self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         is_open = True
         while is_open:
             is_full = len(self._in_flight) == SWAPPED_IN_FLIGHT
-            if is_full or (self._in_flight and self._pieces.empty()):
+            if is_full or (self._in_flight and not self._next and self._queue.empty()):
                 self._complete()
             else:
                 is_open = self._send_next()
 
     def _send_next(self) -> bool:
         """Wait for a piece, and send it; return False if there are no more."""
-        piece = self._pieces.get()
-        if piece is None:
-            return False
-        sending = None
+        if not self._next:
+            pieces = self._queue.get()
+            if pieces is None:
+                return False
+            self._next.extend(pieces)
+        piece, sending = self._next.popleft(), None
         try:
             sending = None if self._failure else piece.send()
         except Exception as error:  # noqa: BLE001  the program gets it
