@@ -50,6 +50,7 @@ def stalling_disk() -> Iterator[tuple[Path, Callable[[], None], Callable[[], Non
 
     Writers then wait in the kernel, where SIGKILL does not end them.
     """
+    needs("mkfs.ext4")
     needs("fsfreeze")
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as image:
         image.truncate(1 << 26)

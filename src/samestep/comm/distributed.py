@@ -84,6 +84,7 @@ class Swaps:
         if not sends:  # an empty tensor
             done.set_result(None)
             return done
+        # at once, or the thread may await the first piece before it sees the second
         ends = [*[None] * (len(sends) - 1), done]
         self._queue.put([Piece(*one) for one in zip(receiving, sends, ends, strict=True)])
         return done

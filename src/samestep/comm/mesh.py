@@ -22,7 +22,7 @@ from samestep.host import anonymous_memory
 MESSAGE_BYTES = 16 * 1024
 WHAT_CHARACTERS = 200  # of `what`, at the start of every message
 BUFFER_BYTES = MESSAGE_BYTES + 4 * WHAT_CHARACTERS + 1
-POLL_SECONDS: Final = 200e-6  # before sleeping: to be woken takes about 50e-6
+SPIN_SECONDS: Final = 200e-6  # before sleeping: a wakeup takes tens of microseconds
 
 Message = tuple[bytes, list[int]]  # with the files that it carried
 
@@ -73,7 +73,7 @@ class Mesh:
     """The workers `ranks` of a host, each connected to every other. Calls are collective.
 
     In a call each worker sends one message to every other and waits for theirs, so no worker is
-    ever more than one call ahead. It polls for a moment, offering the core to other processes, then
+    ever more than one call ahead. It spins for a moment, yielding the core to other processes, then
     sleeps in the kernel: a longer busy wait would slow down the worker that it waits for. After a
     failure, all further calls fail immediately, because messages of the failed call may remain.
     Calls raise `WorldError` if a worker has exited, does not arrive in time, or makes another call.
@@ -158,7 +158,7 @@ class Mesh:
                     raise ConnectionResetError
             if not missing:
                 return received
-            if time.monotonic() - started < POLL_SECONDS:
+            if time.monotonic() - started < SPIN_SECONDS:
                 os.sched_yield()
                 continue
             ready = _ready(missing.values(), select.POLLIN, max(0.0, deadline - time.monotonic()))

@@ -136,7 +136,7 @@ class _Fields:
 
 
 _STAND_INS: Final = {
-    ("builtins", "getattr"): _Fields,  # of an enum, which Python 3.11.0 to 3.11.3 pickle so
+    ("builtins", "getattr"): _Fields,  # Python 3.11.2 pickles enums by name
     ("collections", "OrderedDict"): dict,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Fields,

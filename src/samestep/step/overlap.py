@@ -35,14 +35,8 @@ class Bucket:
         """Whether all of its parameters are updated now."""
         return None not in self.numbers
 
-    @cached_property
-    def _is_ordered(self) -> bool:
-        return self.numbers == [*range(len(self.numbers))]
-
     def select(self, gradients: Gradients) -> Gradients:
         """Return the gradients of this bucket's parameters, None for those not updated."""
-        if self._is_ordered and len(gradients) == len(self.numbers):
-            return gradients
         return [None if n is None else gradients[n] for n in self.numbers]
 
     def reduce(self, missing: Collection[int], scale: float) -> float:
