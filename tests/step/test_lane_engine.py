@@ -13,9 +13,11 @@ from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
 from samestep.step import exchange, overlap
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import LossSpec, split_loss
+from samestep.step.layout import Layout
 from samestep.step.replicas import replicate
-from samestep.step.shard import Shard
+from samestep.step.shard import SCALAR_STATE, FlatBuffer, Shard
 from tests.bits import bits
+from tests.step.test_shard import VARIANTS
 from tests.worlds import in_processes, on_hosts
 
 LANES = 5
@@ -256,7 +258,8 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
             )
         return order, gradients(model)
 
-    (first, whole), (second, same) = on_hosts(2, 2, body, 2 * 9 * 8 * 4 + 1)
+    limit = 2 * 9 * 8 * (2 if exchange_dtype else 4) + 1  # two layers
+    (first, whole), (second, same) = on_hosts(2, 2, body, limit)
     assert whole == same
     earlier = [4, 3, 2, 1, 0] * (each - 1)
     # hosts with several sums send the total on, after backward
@@ -264,7 +267,7 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
     assert first == [*earlier, 4, "exchange", 3, 2, "exchange", 1, 0, "exchange", *more] * 2
     earlier = [3, 2, 1, 0] * (each - 1)
     assert second == [*earlier, 3, 2, 1, 0, "exchange", "exchange", "exchange", *more] * 2
-    (_, expected), _ = in_processes(2, body, 2 * 9 * 8 * 4 + 1)
+    (_, expected), _ = in_processes(2, body, limit)
     assert whole == expected
 
 
@@ -312,6 +315,73 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
     assert order == [3, 2, "exchange", 1, 0, "exchange"] * 2
     ((_, expected),) = in_processes(1, body, 2 * 72 * 4 + 1)
     assert sharded == same == expected
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
+def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(exchange_dtype, workers):
+    part_bytes = 1024
+
+    def body(world):
+        update_in_parts, updates = FlatBuffer.update_in_parts, []
+
+        def counted(flat_buffer, update):
+            updates.append(0)
+
+            def count():
+                updates[-1] += 1
+                update()
+
+            update_in_parts(flat_buffer, count)
+
+        if world.size > 1:  # in a process of its own
+            exchange.CHUNK_BYTES = part_bytes
+            exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1  # one parameter per bucket
+            FlatBuffer.update_in_parts = counted
+        found = []
+        for kind, options in VARIANTS:
+            lanes = LaneEngine(world, Config(exchange_dtype=exchange_dtype), 4, [CPU])
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(41, 40, bias=False), nn.Linear(40, 2, bias=False))
+            replicate(model, CPU, world)
+            lanes.add(model)
+            optimizer = kind([{"params": [layer.weight]} for layer in model], **options)
+            if world.size > 1:
+                shard = Shard(optimizer, 4, world, lanes.round_to, "host", lanes.places())
+                lanes.shards.append(shard)
+            for step in range(5):
+                samples = [
+                    torch.randn(3, 41, generator=torch.Generator().manual_seed(10 * step + lane))
+                    for lane in lanes.own
+                ]
+                lanes.backward(
+                    LossSpec(lambda model, batch: model(batch).square().mean(), model),
+                    Batch(0, lanes.own, [3] * 4, iter(samples)),
+                    model,
+                    (step, 0),
+                    dict,
+                )
+                if step in (2, 3):  # these gradients are not used
+                    (model if step == 2 else optimizer).zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+            scalars = {name: float(state[name]) for name in SCALAR_STATE & state.keys()}
+            found.append(([bits(parameter) for parameter in model.parameters()], scalars))
+        return updates, found
+
+    ((none, expected),) = in_processes(1, body)
+    assert none == []
+    stateful = sum(kind is not optim.SGD or "momentum" in options for kind, options in VARIANTS)
+    held = Layout((41 * 40,), workers).slice_size * 2
+    for rank, (updates, found) in enumerate(on_hosts(2, workers, body)):
+        elements = min(held, 41 * 40 - rank % (workers // 2) * held)
+        parts = -(-elements * (2 if exchange_dtype else 4) // part_bytes)
+        assert parts > 1
+        # in the first step there is no state yet, except that of Adagrad
+        adagrads = sum(kind is optim.Adagrad for kind, _ in VARIANTS)
+        assert updates == [parts] * (2 * stateful + adagrads)
+        assert found == expected
 
 
 def test_hosts_with_several_workers_send_gradients_during_backward():

@@ -48,31 +48,37 @@ UNHELD: Final = next(map(getrefcount, [object()]))  # references to what only a 
 
 
 def buckets(
-    parameters: Parameters, world: World, places: Mapping[int, int] | None = None
+    parameters: Parameters,
+    world: World,
+    round_to: torch.dtype | None = None,
+    places: Mapping[int, int] | None = None,
 ) -> list[list[Parameter]]:
     """Group parameters by dtype, in buckets of limited size unless a parameter is larger.
 
-    The limit is an eighth of all, from 1 to 8 MiB. Buckets take parameters in the order of
-    `places`, by id, because autograd completes neighbors together, and keep the given order inside.
-    On a single host there is one bucket per dtype: early exchanges gain nothing while all cores
-    compute.
+    The limit is an eighth of what is exchanged, in `round_to`, from 1 to 8 MiB of it. Buckets take
+    parameters in the order of `places`, by id, because autograd completes neighbors together, and
+    keep the given order inside. On a single host there is one bucket per dtype: early exchanges
+    gain nothing while all cores compute.
     """
     if places is not None and len(world.hosts) > 1:
         given = {id(parameter): number for number, parameter in enumerate(parameters)}
         ordered = sorted(parameters, key=lambda one: places.get(id(one), len(places)))
-        return [sorted(some, key=lambda one: given[id(one)]) for some in buckets(ordered, world)]
-    eighth = sum(parameter.nbytes for parameter in parameters) // BUCKETS
-    most = min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+        by_place = buckets(ordered, world, round_to)
+        return [sorted(some, key=lambda one: given[id(one)]) for some in by_place]
+    sizes = [one.numel() * sum_dtype(one.dtype, round_to).itemsize for one in parameters]
+    most = min(max(sum(sizes) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     groups: list[list[Parameter]] = []
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         groups.append([])
-        size = 0
-        for parameter in (one for one in parameters if one.dtype == dtype):
-            if groups[-1] and size + parameter.nbytes > most and len(world.hosts) > 1:
+        total = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            if parameter.dtype != dtype:
+                continue
+            if groups[-1] and total + size > most and len(world.hosts) > 1:
                 groups.append([])
-                size = 0
+                total = 0
             groups[-1].append(parameter)
-            size += parameter.nbytes
+            total += size
     return groups
 
 
@@ -214,9 +220,14 @@ class Exchange:
             self._swapping = self._swapping or self._begin_swap()
 
     @property
+    def has_parts(self) -> bool:
+        """Whether sums arrive in several parts, which `sum_parts` yields."""
+        return self.swaps and self.slices(self._own[0], self.held).nbytes > CHUNK_BYTES
+
+    @property
     def sends_parts(self) -> bool:
         """Whether `put_and_start` sends the first gradients before it has copied the last ones."""
-        return self.swaps and len(self._route.host) == 1 and self._own[0].nbytes > CHUNK_BYTES
+        return self.has_parts and len(self._route.host) == 1
 
     def put_and_start(self, own: Sequence[Gradients]) -> None:
         """Do what `put` and `start` do, if it `sends_parts`."""
@@ -252,6 +263,11 @@ class Exchange:
 
     def add(self) -> None:
         """Add up what arrives, in that order, and begin to send sums on if `sends_on`."""
+        for _ in self._add_parts():
+            pass
+
+    def _add_parts(self) -> Iterator[PartialSums]:
+        """Do what `add` does, and yield each part when it is added."""
         if self._started is None and self._nearby is None:
             self.start()
         self.start_between_machines()
@@ -262,6 +278,7 @@ class Exchange:
                 torch.add(left, right, out=part.out)
             if part.converted is not None:
                 part.converted.copy_(part.out)
+            yield part
         self._started = None
         if self.sends_on:
             self._end = self._fetch(self._own[0], "exchanging gradients")
@@ -280,6 +297,12 @@ class Exchange:
         self._end = None
         self._summed_at = self.world.barriers
         return self.slices(self._own[0], self.held) if self._total is None else self._total
+
+    def sum_parts(self) -> Iterator[Tensor]:
+        """Yield adjacent parts of what `sum` returns, as they arrive, instead of calling it."""
+        for part in self._add_parts():
+            yield part.out if part.converted is None else part.converted
+        self.sum()
 
     def _host_sums(self, numbers: range) -> dict[Span, Tensor]:
         """Return slices of every sum on this host; adding them may reuse their memory."""

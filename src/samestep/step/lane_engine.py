@@ -329,7 +329,8 @@ class LaneEngine(LaneContext):
             numbers = [number_of.pop(id(one), None) for one in flat_buffer.exchange.parameters]
             if set(numbers) != {None}:
                 found.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
-        for group in buckets([parameters[n] for n in number_of.values()], self.world):
+        others = [parameters[n] for n in number_of.values()]
+        for group in buckets(others, self.world, self.round_to):
             exchange = Exchange(group, self.lanes, self.world, self.round_to)
             found.append(Bucket(exchange, [number_of[id(parameter)] for parameter in group], None))
         return found

@@ -48,7 +48,9 @@ class Bucket:
         if self.flat_buffer is not None:
             present = None if self.has_all and not missing else self.present(missing)
             self.flat_buffer.set_gradients(
-                lambda: scaled(self.exchange.sum(), dtype, scale), present
+                lambda: scaled(self.exchange.sum(), dtype, scale),
+                present,
+                lambda: (scaled(part, dtype, scale) for part in self.exchange.sum_parts()),
             )
             return scale
         total = self.exchange.sum()

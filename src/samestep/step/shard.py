@@ -7,8 +7,9 @@ are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1), unless each host update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from operator import is_
 from typing import Any, Final
@@ -93,6 +94,7 @@ class FlatBuffer:
         # segments whose gradients still arrive, with placeholders, and what waits for all of them
         self.arriving: list[tuple[Segment, SlicedGradient]] = []
         self._arrived: Callable[[], Tensor] | None = None
+        self._parts: Callable[[], Iterator[Tensor]] | None = None  # of the same, as they arrive
         self._unused: set[int] = set()  # placeholders that were cleared
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
@@ -133,11 +135,8 @@ class FlatBuffer:
         new = [self._segment(fragments) for fragments in groups]
         at = self.segments.index(segment)
         self.segments = [*self.segments[:at], *new, *self.segments[at + 1 :]]
-        for group in self._optimizer.param_groups:
-            for number, parameter in enumerate(group["params"]):
-                if parameter is segment.parameter:
-                    group["params"][number : number + 1] = [part.parameter for part in new]
-                    break
+        for parameters, number in self._places_of(segment.parameter):
+            parameters[number : number + 1] = [part.parameter for part in new]
         state = self._optimizer.state.pop(segment.parameter, {})
         gradient = segment.parameter.grad
         for part in new:
@@ -149,6 +148,15 @@ class FlatBuffer:
                     name: value[own].clone() if _is_elementwise(name, value) else _copied(value)
                     for name, value in state.items()
                 }
+
+    def _places_of(self, parameter: Tensor) -> list[tuple[list[Tensor], int]]:
+        """Return the list of the optimizer's group that has the parameter, and its place there."""
+        return [
+            (group["params"], number)
+            for group in self._optimizer.param_groups
+            for number, one in enumerate(group["params"])
+            if one is parameter
+        ]
 
     @property
     def defers(self) -> bool:
@@ -171,6 +179,47 @@ class FlatBuffer:
                 is_unused = number in self._unused
                 segment.parameter.grad = None if is_unused else segment.view_in(values)
         self.arriving, self._unused = [], set()
+
+    def arrives_in_parts(self) -> bool:
+        """Whether `update_in_parts` does what `drop_cleared` and an update would do."""
+        if len(self.segments) != 1 or len(self.arriving) != 1 or self._parts is None:
+            return False
+        (segment, placeholder), shown = self.arriving[0], [p.grad for p in self.exchange.parameters]
+        if self._unused or self._cleared or segment.parameter.grad is not placeholder:
+            return False
+        # the first update makes the state
+        has_state = bool(self._optimizer.state.get(segment.parameter))
+        return has_state and self.exchange.has_parts and all(map(is_, shown, self._shown))
+
+    def update_in_parts(self, update: Callable[[], None]) -> None:
+        """Call `update` for each part of the only segment, as its gradient arrives.
+
+        For each call, the optimizer has a part of the segment in its place, with that part's state.
+        """
+        assert self._parts is not None  # noqa: S101  it `arrives_in_parts`
+        ((segment, _),) = self.arriving
+        whole, state = segment.parameter, self._optimizer.state
+        ((parameters, number),) = self._places_of(whole)
+        self._arrived, self.arriving, whole.grad = None, [], None
+        values, start = state[whole], 0
+        for gradient in self._parts():
+            own = slice(start, min(start + len(gradient), whole.numel()))
+            start += len(gradient)
+            if own.start >= own.stop:  # padding
+                continue
+            part = Parameter(whole.detach()[own])
+            part.grad = gradient[: len(part)]
+            parameters[number] = part
+            state[part] = {
+                name: value[own] if _is_elementwise(name, value) else _copied(value)
+                for name, value in values.items()
+            }
+            try:
+                update()
+            finally:
+                parameters[number], after = whole, state.pop(part)
+            scalars = {n: value for n, value in after.items() if not _is_elementwise(n, value)}
+        values.update(scalars)
 
     def drop_cleared(self) -> None:
         """Drop the gradients of parameters whose `.grad` user code has cleared.
@@ -219,11 +268,15 @@ class FlatBuffer:
                 segment.parameter.grad = segment.parameter.grad.clone()
 
     def set_gradients(
-        self, own_slice: Callable[[], Tensor], present: Sequence[bool] | None = None
+        self,
+        own_slice: Callable[[], Tensor],
+        present: Sequence[bool] | None = None,
+        parts: Callable[[], Iterator[Tensor]] | None = None,
     ) -> None:
         """Add this worker's slice of the gradient to the segments of `present` parameters.
 
-        None stands for all parameters. If the buffer `defers`, `complete` does that.
+        None stands for all parameters. If the buffer `defers`, `complete` does that, or
+        `update_in_parts` takes adjacent `parts` of the slice as they arrive.
         """
         if present is not None:
             there = present
@@ -234,7 +287,7 @@ class FlatBuffer:
             if present is None or present[segment.fragments[0].index]
         ]
         if self.defers:
-            self._arrived = own_slice
+            self._arrived, self._parts = own_slice, parts
             for number, segment in enumerate(segments):
                 placeholder = SlicedGradient.of(segment.parameter, number, self._unused)
                 segment.parameter.grad = placeholder
@@ -319,7 +372,7 @@ class Shard:
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         self.flat_buffers = [
             FlatBuffer(bucket, lanes, world, optimizer, round_to, across)
-            for bucket in buckets(parameters, world, places)
+            for bucket in buckets(parameters, world, round_to, places)
         ]
         self.across = self.flat_buffers[0].exchange.across
         firsts = {
@@ -379,12 +432,18 @@ class Shard:
         for buffer, gradients in zip(order, shown, strict=True):
             for (segment, _), gradient in zip(buffer.arriving, gradients, strict=True):
                 segment.parameter.grad = gradient
-            if buffer is not order[-1]:
+            if buffer.arrives_in_parts():
+                buffer.update_in_parts(partial(self._update, update))
+            elif buffer is not order[-1]:
                 buffer.drop_cleared()
-                update(self.optimizer)
-                for one in self.flat_buffers:
-                    for segment in one.segments:
-                        segment.parameter.grad = None
+                self._update(update)
+
+    def _update(self, update: Callable[[optim.Optimizer], object]) -> None:
+        """Update the parameters that have a gradient, and clear it."""
+        update(self.optimizer)
+        for buffer in self.flat_buffers:
+            for segment in buffer.segments:
+                segment.parameter.grad = None
 
     def _gather(self, *_: object) -> None:
         flats = [(buffer.exchange, buffer.flats) for buffer in self.flat_buffers]
