@@ -170,7 +170,7 @@ class FlatBuffer:
 
         Those that user code has cleared meanwhile are not used.
         """
-        wait, self._arrived = self._arrived, None
+        wait, self._arrived, self._parts = self._arrived, None, None
         if wait is None:
             return
         values = wait()
@@ -196,13 +196,13 @@ class FlatBuffer:
 
         For each call, the optimizer has a part of the segment in its place, with that part's state.
         """
-        assert self._parts is not None  # noqa: S101  it `arrives_in_parts`
-        ((segment, _),) = self.arriving
+        ((segment, _),), parts = self.arriving, self._parts
+        assert parts is not None  # noqa: S101  it `arrives_in_parts`
         whole, state = segment.parameter, self._optimizer.state
         ((parameters, number),) = self._places_of(whole)
-        self._arrived, self.arriving, whole.grad = None, [], None
+        self._arrived, self._parts, self.arriving, whole.grad = None, None, [], None
         values, start = state[whole], 0
-        for gradient in self._parts():
+        for gradient in parts():
             own = slice(start, min(start + len(gradient), whole.numel()))
             start += len(gradient)
             if own.start >= own.stop:  # padding
