@@ -317,70 +317,82 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
     assert sharded == same == expected
 
 
+def count_parts(counts):
+    """Append to `counts` the number of parts in which each parameter is updated from now on."""
+    update_in_parts = FlatBuffer.update_in_parts
+
+    def counted(flat_buffer, update):
+        counts.append(0)
+
+        def count():
+            counts[-1] += 1
+            update()
+
+        update_in_parts(flat_buffer, count)
+
+    FlatBuffer.update_in_parts = counted
+
+
+def updated(world, kind, options, exchange_dtype):
+    """Return the parameters, and scalar state of the first one, after five steps, two unused."""
+    lanes = LaneEngine(world, Config(exchange_dtype=exchange_dtype), 4, [CPU])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(41, 40, bias=False), nn.Linear(40, 2, bias=False))
+    replicate(model, CPU, world)
+    lanes.add(model)
+    groups = [{"params": [layer.weight]} for layer in model]
+    optimizer = kind(groups, **options)
+    if world.size > 1:
+        lanes.shards.append(Shard(optimizer, 4, world, lanes.round_to, "host", lanes.places()))
+    first, *_ = (one for group in optimizer.param_groups for one in group["params"])
+    if kind is optim.SGD and "momentum" in options:  # as some versions of torch save it
+        optimizer.state[first]["momentum_buffer"] = None
+    for step in range(5):
+        samples = [
+            torch.randn(3, 41, generator=torch.Generator().manual_seed(10 * step + lane))
+            for lane in lanes.own
+        ]
+        lanes.backward(
+            LossSpec(lambda model, batch: model(batch).square().mean(), model),
+            Batch(0, lanes.own, [3] * 4, iter(samples)),
+            model,
+            (step, 0),
+            dict,
+        )
+        if step in (2, 3):
+            (model if step == 2 else optimizer).zero_grad()
+        used = first.grad
+        optimizer.step()
+        if used is not None:
+            used.zero_()  # has no effect after the step
+        optimizer.zero_grad()
+    state = optimizer.state[first]
+    scalars = {name: float(state[name]) for name in SCALAR_STATE & state.keys()}
+    return [bits(parameter) for parameter in model.parameters()], scalars
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
 def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(exchange_dtype, workers):
     part_bytes = 1024
 
     def body(world):
-        update_in_parts, updates = FlatBuffer.update_in_parts, []
-
-        def counted(flat_buffer, update):
-            updates.append(0)
-
-            def count():
-                updates[-1] += 1
-                update()
-
-            update_in_parts(flat_buffer, count)
-
+        counts = []
         if world.size > 1:  # in a process of its own
             exchange.CHUNK_BYTES = part_bytes
             exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1  # one parameter per bucket
-            FlatBuffer.update_in_parts = counted
-        found = []
-        for kind, options in VARIANTS:
-            lanes = LaneEngine(world, Config(exchange_dtype=exchange_dtype), 4, [CPU])
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(41, 40, bias=False), nn.Linear(40, 2, bias=False))
-            replicate(model, CPU, world)
-            lanes.add(model)
-            optimizer = kind([{"params": [layer.weight]} for layer in model], **options)
-            if world.size > 1:
-                shard = Shard(optimizer, 4, world, lanes.round_to, "host", lanes.places())
-                lanes.shards.append(shard)
-            for step in range(5):
-                samples = [
-                    torch.randn(3, 41, generator=torch.Generator().manual_seed(10 * step + lane))
-                    for lane in lanes.own
-                ]
-                lanes.backward(
-                    LossSpec(lambda model, batch: model(batch).square().mean(), model),
-                    Batch(0, lanes.own, [3] * 4, iter(samples)),
-                    model,
-                    (step, 0),
-                    dict,
-                )
-                if step in (2, 3):  # these gradients are not used
-                    (model if step == 2 else optimizer).zero_grad()
-                optimizer.step()
-                optimizer.zero_grad()
-            state = optimizer.state[optimizer.param_groups[0]["params"][0]]
-            scalars = {name: float(state[name]) for name in SCALAR_STATE & state.keys()}
-            found.append(([bits(parameter) for parameter in model.parameters()], scalars))
-        return updates, found
+            count_parts(counts)
+        return counts, [updated(world, *variant, exchange_dtype) for variant in VARIANTS]
 
-    ((none, expected),) = in_processes(1, body)
-    assert none == []
-    stateful = sum(kind is not optim.SGD or "momentum" in options for kind, options in VARIANTS)
+    ((_, expected),) = in_processes(1, body)
+    with_state = sum(kind is not optim.SGD or "momentum" in options for kind, options in VARIANTS)
+    adagrads = sum(kind is optim.Adagrad for kind, _ in VARIANTS)  # have state before any step
     held = Layout((41 * 40,), workers).slice_size * 2
-    for rank, (updates, found) in enumerate(on_hosts(2, workers, body)):
+    for rank, (counts, found) in enumerate(on_hosts(2, workers, body)):
         elements = min(held, 41 * 40 - rank % (workers // 2) * held)
         parts = -(-elements * (2 if exchange_dtype else 4) // part_bytes)
         assert parts > 1
-        # in the first step there is no state yet, except that of Adagrad
-        adagrads = sum(kind is optim.Adagrad for kind, _ in VARIANTS)
-        assert updates == [parts] * (2 * stateful + adagrads)
+        assert counts == [parts] * (2 * with_state + adagrads)
         assert found == expected
 
 

@@ -187,8 +187,9 @@ class FlatBuffer:
         (segment, placeholder), shown = self.arriving[0], [p.grad for p in self.exchange.parameters]
         if self._unused or self._cleared or segment.parameter.grad is not placeholder:
             return False
-        # the first update makes the state
-        has_state = bool(self._optimizer.state.get(segment.parameter))
+        # the first update makes the state, or a value of it that was loaded as None
+        state = self._optimizer.state.get(segment.parameter, {})
+        has_state = bool(state) and all(value is not None for value in state.values())
         return has_state and self.exchange.has_parts and all(map(is_, shown, self._shown))
 
     def update_in_parts(self, update: Callable[[], None]) -> None:
@@ -200,7 +201,8 @@ class FlatBuffer:
         assert parts is not None  # noqa: S101  it `arrives_in_parts`
         whole, state = segment.parameter, self._optimizer.state
         ((parameters, number),) = self._places_of(whole)
-        self._arrived, self._parts, self.arriving, whole.grad = None, None, [], None
+        self._arrived, self._parts, whole.grad = None, None, None
+        self.arriving, self._unused = [], set()
         values, start = state[whole], 0
         for gradient in parts():
             own = slice(start, min(start + len(gradient), whole.numel()))
