@@ -212,6 +212,22 @@ def test_rounded_gradients_are_sent_and_stored_in_half_the_bytes():
         assert [size // 2 for size in sent] == half
 
 
+def backward_of_squares(lanes, model, step):
+    """Set the gradients of the mean square of a sequence's output, for three samples per lane."""
+    width = model[0].in_features
+    samples = [
+        torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + lane))
+        for lane in lanes.own
+    ]
+    lanes.backward(
+        LossSpec(lambda model, batch: model(batch).square().mean(), model),
+        Batch(0, lanes.own, [3] * lanes.lanes, iter(samples)),
+        model,
+        (step, 0),
+        dict,
+    )
+
+
 def log_sends(world, order):
     """Append "exchange" to `order` whenever gradients are sent to other hosts."""
     begin, begin_swap = world.begin_all_to_all, world.begin_swap
@@ -295,17 +311,7 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
             layer.weight.register_hook(lambda gradient, number=number: order.append(number))
         log_sends(world, order)
         for _ in range(2):
-            samples = [
-                torch.randn(3, 8, generator=torch.Generator().manual_seed(lane))
-                for lane in lanes.own
-            ]
-            lanes.backward(
-                LossSpec(lambda model, batch: model(batch).square().mean(), model),
-                Batch(0, lanes.own, [3, 3], iter(samples)),
-                model,
-                (0, 0),
-                dict,
-            )
+            backward_of_squares(lanes, model, 0)
             optimizer.step()
             optimizer.zero_grad()
         return order, [bits(parameter) for parameter in model.parameters()]
@@ -348,17 +354,7 @@ def updated(world, kind, options, exchange_dtype):
     if kind is optim.SGD and "momentum" in options:  # as some versions of torch save it
         optimizer.state[first]["momentum_buffer"] = None
     for step in range(5):
-        samples = [
-            torch.randn(3, 41, generator=torch.Generator().manual_seed(10 * step + lane))
-            for lane in lanes.own
-        ]
-        lanes.backward(
-            LossSpec(lambda model, batch: model(batch).square().mean(), model),
-            Batch(0, lanes.own, [3] * 4, iter(samples)),
-            model,
-            (step, 0),
-            dict,
-        )
+        backward_of_squares(lanes, model, step)
         if step in (2, 3):
             (model if step == 2 else optimizer).zero_grad()
         used = first.grad
@@ -413,17 +409,7 @@ def test_hosts_with_several_workers_send_gradients_during_backward():
             layer.bias.register_hook(lambda _, number=number: arrives(number))
         log_sends(world, order)
         for step in range(2):
-            samples = [
-                torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + lane))
-                for lane in lanes.own
-            ]
-            lanes.backward(
-                LossSpec(lambda model, batch: model(batch).square().mean(), model),
-                Batch(0, lanes.own, [3] * 8, iter(samples)),
-                model,
-                (step, 0),
-                dict,
-            )
+            backward_of_squares(lanes, model, step)
         return order, gradients(model)
 
     found = on_hosts(2, 4, body, 9 * 8 * 4)
@@ -451,18 +437,7 @@ def test_large_gradients_are_copied_into_the_exchange_during_backward():
         model[0].weight.register_hook(arrives)
         found = []
         for step in range(3):  # the third adds to the gradients of the second
-            batches = {
-                lane: torch.randn(3, 3, generator=torch.Generator().manual_seed(10 * step + lane))
-                for lane in lanes.own
-            }
-            batch = Batch(0, lanes.own, [3, 3], iter(batches.values()))
-            lanes.backward(
-                LossSpec(lambda model, batch: model(batch).square().mean(), model),
-                batch,
-                model,
-                (step, 0),
-                dict,
-            )
+            backward_of_squares(lanes, model, step)
             found.append(gradients(model))
             if step == 0:
                 model.zero_grad()

@@ -144,13 +144,11 @@ class FlatBuffer:
             own = slice(start, start + part.parameter.numel())
             part.parameter.grad = None if gradient is None else gradient[own]
             if state:
-                self._optimizer.state[part.parameter] = {
-                    name: value[own].clone() if _is_elementwise(name, value) else _copied(value)
-                    for name, value in state.items()
-                }
+                parts = _state_of(own, state)
+                self._optimizer.state[part.parameter] = {n: _copied(v) for n, v in parts.items()}
 
     def _places_of(self, parameter: Tensor) -> list[tuple[list[Tensor], int]]:
-        """Return the list of the optimizer's group that has the parameter, and its place there."""
+        """Return the lists of the optimizer that have the parameter, and its place in each."""
         return [
             (group["params"], number)
             for group in self._optimizer.param_groups
@@ -182,15 +180,16 @@ class FlatBuffer:
 
     def arrives_in_parts(self) -> bool:
         """Whether `update_in_parts` does what `drop_cleared` and an update would do."""
-        if len(self.segments) != 1 or len(self.arriving) != 1 or self._parts is None:
+        if self._parts is None or not self.exchange.has_parts:
             return False
-        (segment, placeholder), shown = self.arriving[0], [p.grad for p in self.exchange.parameters]
-        if self._unused or self._cleared or segment.parameter.grad is not placeholder:
+        if len(self.segments) != 1 or len(self.arriving) != 1:
+            return False
+        ((segment, placeholder),) = self.arriving
+        if self._unused or self._is_cleared() or segment.parameter.grad is not placeholder:
             return False
         # the first update makes the state, or a value of it that was loaded as None
         state = self._optimizer.state.get(segment.parameter, {})
-        has_state = bool(state) and all(value is not None for value in state.values())
-        return has_state and self.exchange.has_parts and all(map(is_, shown, self._shown))
+        return bool(state) and all(value is not None for value in state.values())
 
     def update_in_parts(self, update: Callable[[], None]) -> None:
         """Call `update` for each part of the only segment, as its gradient arrives.
@@ -212,10 +211,7 @@ class FlatBuffer:
             part = Parameter(whole.detach()[own])
             part.grad = gradient[: len(part)]
             parameters[number] = part
-            state[part] = {
-                name: value[own] if _is_elementwise(name, value) else _copied(value)
-                for name, value in values.items()
-            }
+            state[part] = _state_of(own, values)
             try:
                 update()
             finally:
@@ -223,17 +219,22 @@ class FlatBuffer:
             scalars = {n: value for n, value in after.items() if not _is_elementwise(n, value)}
         values.update(scalars)
 
+    def _is_cleared(self) -> bool:
+        """Whether user code has cleared or set the `.grad` of a parameter."""
+        shown = [parameter.grad for parameter in self.exchange.parameters]
+        return bool(self._cleared) or not all(map(is_, shown, self._shown))
+
     def drop_cleared(self) -> None:
         """Drop the gradients of parameters whose `.grad` user code has cleared.
 
         Raises `OptimizerError` if it has set one.
         """
         self.complete()
-        parameters = self.exchange.parameters
-        if not self._cleared and all(map(is_, [one.grad for one in parameters], self._shown)):
+        if not self._is_cleared():
             return
         dropped = set()
-        for index, (parameter, shown) in enumerate(zip(parameters, self._shown, strict=True)):
+        pairs = zip(self.exchange.parameters, self._shown, strict=True)
+        for index, (parameter, shown) in enumerate(pairs):
             if parameter.grad is not shown or index in self._cleared:
                 if parameter.grad is not self._stand_ins[index]:
                     refuse_unless_zero(parameter.grad)
@@ -499,6 +500,14 @@ def _fragment_state(
         else _copied(value)
         for name, value in values.items()
         if _is_elementwise(name, value) or fragment.start == 0
+    }
+
+
+def _state_of(part: slice, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a part of a segment: views of what is elementwise, copies of the rest."""
+    return {
+        name: value[part] if _is_elementwise(name, value) else _copied(value)
+        for name, value in state.items()
     }
 
 
