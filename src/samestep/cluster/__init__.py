@@ -66,6 +66,21 @@ def gloo_interface(host: str) -> Iterator[None]:
             del os.environ[GLOO_INTERFACE]
 
 
+def gloo_address() -> str:
+    """Return this machine's address, IPv4 if there is one, on the interface that gloo uses.
+
+    Without GLOO_SOCKET_IFNAME, that is what its name resolves to. Raises `OSError` if unknown.
+    """
+    interface = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
+    families = [socket.AF_INET, socket.AF_INET6]
+    found = sorted(
+        (families.index(entry.family), entry.address)
+        for entry in _addresses().get(interface, ())
+        if entry.family in families
+    )
+    return str(found[0][1]) if found else socket.gethostbyname(socket.gethostname())
+
+
 def _own_address_towards(host: str) -> str | None:
     with suppress(OSError, UnicodeError):  # an unknown host, or no route
         for family, kind, protocol, _, address in socket.getaddrinfo(

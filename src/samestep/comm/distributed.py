@@ -6,21 +6,18 @@ import ctypes
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.cluster import gloo_address
 from samestep.comm.base import Send, Sizes, World
+from samestep.comm.channel import Channel, Listener, await_result, connect
+from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
@@ -34,13 +31,9 @@ ROW_BYTES = 1024  # size of the first row for each `what`; grows as needed
 KEPT_ROW_BYTES = 64 << 10  # the longest row whose length and tables are kept for the next one
 # gloo sends one large message at a time; pieces in flight fill both directions of a link
 PIECE_BYTES = 1 << 20
-# in a swap only a few are in flight, or TCP takes in more than it can send, and slows down
-SWAPPED_PIECE_BYTES = 1 << 19
-SWAPPED_IN_FLIGHT = 2
 TAGS = 1 << 20  # number of tags that transfers use in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-CLOSE_SECONDS = 1.0  # maximum time to wait for the swap thread
 SLACK_SECONDS = 1.0  # time after the backend's own timeout, if the store does not respond
 LATE = 0.95  # fraction of the timeout after which an error counts as a timeout
 KEPT_GROUPS: list[object] = []  # user-created groups kept alive until exit
@@ -49,91 +42,6 @@ NCCL_EXTRA_SECONDS = 120.0
 POLL_SECONDS = 1e-4  # time between checks of a GPU
 # renamed in torch 2.13
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Piece(NamedTuple):
-    """A piece of a swap. The last one's `done` is resolved once it has been sent and received."""
-
-    receiving: Any  # a `dist.Work`: None is only for workers outside of the group
-    send: Callable[[], Any]  # returns the `dist.Work` of the send
-    done: Future[Exception | None] | None
-
-
-class Swaps:
-    """Sends pieces of swaps to another worker while as many arrive, in a separate thread.
-
-    The thread sends the next piece when an earlier one has arrived, so that neither worker gets far
-    ahead of the other. Starting a send copies the data, so it is done in this thread rather than in
-    the program's.
-    """
-
-    def __init__(self) -> None:
-        self.waits_since = math.inf  # time.monotonic(), if the thread waits or has failed
-        self._queue: SimpleQueue[list[Piece] | None] = SimpleQueue()  # the pieces of each tensor
-        self._next: deque[Piece] = deque()
-        self._in_flight: deque[tuple[Piece, Any]] = deque()
-        self._failure: Exception | None = None  # the first one; no piece is sent after it
-        self._thread = Thread(target=self._run, daemon=True, name="samestep swaps")
-        self._thread.start()
-
-    def add(
-        self, receiving: Sequence[Any], sends: Sequence[Callable[[], Any]]
-    ) -> Future[Exception | None]:
-        """Queue a tensor's pieces; return a future that resolves to the first error, or None."""
-        done: Future[Exception | None] = Future()
-        if not sends:  # an empty tensor
-            done.set_result(None)
-            return done
-        # at once, or the thread may await the first piece before it sees the second
-        ends = [*[None] * (len(sends) - 1), done]
-        self._queue.put([Piece(*one) for one in zip(receiving, sends, ends, strict=True)])
-        return done
-
-    def close(self) -> None:
-        """End the thread, if no message keeps it waiting.
-
-        A thread inside torch at interpreter exit may abort the process.
-        """
-        self._queue.put(None)
-        self._thread.join(CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        is_open = True
-        while is_open:
-            is_full = len(self._in_flight) == SWAPPED_IN_FLIGHT
-            if is_full or (self._in_flight and not self._next and self._queue.empty()):
-                self._complete()
-            else:
-                is_open = self._send_next()
-
-    def _send_next(self) -> bool:
-        """Wait for a piece, and send it; return False if there are no more."""
-        if not self._next:
-            pieces = self._queue.get()
-            if pieces is None:
-                return False
-            self._next.extend(pieces)
-        piece, sending = self._next.popleft(), None
-        try:
-            sending = None if self._failure else piece.send()
-        except Exception as error:  # noqa: BLE001  the program gets it
-            self._failure = error
-        self._in_flight.append((piece, sending))
-        return True
-
-    def _complete(self) -> None:
-        (receiving, _, done), sending = self._in_flight.popleft()
-        try:
-            if self._failure is None:
-                self.waits_since = time.monotonic()
-                receiving.wait()
-                sending.wait()
-                self.waits_since = math.inf
-        except Exception as error:  # noqa: BLE001  the program gets it
-            self._failure = error
-        del receiving, sending  # with their memory, before the program goes on
-        if done is not None:
-            done.set_result(self._failure)
 
 
 class Distributed(World):
@@ -151,8 +59,7 @@ class Distributed(World):
         self._tables: dict[int, Tensor] = {}  # by row size
         self._turn = 0
         self._transfers = 0
-        self._swaps: Swaps | None = None
-        self._receiving: dict[int, list[list[Any]]] = {}  # of swaps not yet sent, by tag
+        self._channel: Channel | None = None  # to the partner, if there are two equal hosts
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
         self.exchange = "NCCL" if cuda else "gloo"
@@ -191,10 +98,41 @@ class Distributed(World):
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
             group = self._group or dist.distributed_c10d._get_default_group()  # noqa: SLF001  no public setter
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
+        self._channel = self._open_channel()
+
+    def _open_channel(self) -> Channel | None:
+        """Connect to the worker in the same place on the other host, if there are two of one size.
+
+        Its address and a key travel through the group.
+        """
+        if self._cuda or list(map(len, self.hosts)) != 2 * [len(self.host)]:
+            return None
+        with ExitStack() as exits:
+            offer = None
+            if self.rank < self._partner:
+                listener = exits.enter_context(Listener(gloo_address()))
+                offer = [listener.address, listener.port, to_text(listener.key)]
+            offers = self.all_gather_json(offer, FORMING)
+            with self._waiting(FORMING):
+                if offer is not None:
+                    connection = listener.accept(self._timeout_seconds)
+                else:
+                    address, port, key = offers[self._partner]
+                    connection = connect(address, port, to_bytes(key), self._timeout_seconds)
+        return Channel(connection)
+
+    @property
+    def _partner(self) -> int:
+        """The worker in the same place on the other one of two hosts of the same size."""
+        return (self.rank + len(self.host)) % self.size
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Explain a backend error; all further calls fail immediately, as in a mesh."""
+    def _waiting(self, what: str, since: float = math.inf) -> Iterator[None]:
+        """Explain a backend error; all further calls fail immediately, as in a mesh.
+
+        It counts as a timeout if the call has waited, or something has been on its way `since`,
+        for that long.
+        """
         if self._failure:
             raise no_response(self.rank, what, self._failure)
         self._failure = f"an earlier call failed, while {what}"
@@ -202,12 +140,11 @@ class Distributed(World):
         with self.status.waiting(what):
             try:
                 yield
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, OSError) as error:
                 if _is_of_gpu(error):
                     raise
-                if self._swaps is not None:  # its timeout is an error of other messages, too
-                    started = min(started, self._swaps.waits_since)
-                timed_out = time.monotonic() - started >= LATE * self._timeout_seconds
+                waited = time.monotonic() - min(started, since)
+                timed_out = waited >= LATE * self._timeout_seconds
                 reason = _reason(error)
                 failure = self.status.explain(what, reason, timed_out=timed_out)
                 if self._mesh is not None:
@@ -359,29 +296,25 @@ class Distributed(World):
         return self._end_of(works, what, own, polled=polled)
 
     def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
+        channel = self._channel
+        if channel is None or partner != self._partner:
+            return super().begin_swap(partner, received, what)
         tag = self._next_tag()
-        swaps = self._swaps = self._swaps or Swaps()
-        with self._waiting(what):
-            self._receiving[tag] = [
-                [dist.irecv(piece, partner, self._group, tag) for piece in _small_pieces(one)]
-                for one in received
-            ]
+        arriving = [channel.receive((tag, number), one) for number, one in enumerate(received)]
 
-        def begin_send(works: Sequence[Any], own: Tensor) -> Callable[[], None]:
-            pieces = _small_pieces(own)
-            sends = [partial(dist.isend, piece, partner, self._group, tag) for piece in pieces]
-            done = swaps.add(works, sends)
+        def begin_send(number: int, own: Tensor) -> Callable[[], None]:
+            sending, since = channel.send((tag, number), own), time.monotonic()
 
             def end() -> None:
-                with self._waiting(what):
-                    if failure := done.result():
-                        raise failure
+                with self._waiting(what, since):
+                    for result in (sending, arriving[number]):
+                        await_result(result, since + self._timeout_seconds - time.monotonic())
 
             return end
 
         def send(sent: Iterable[Tensor]) -> list[Callable[[], None]]:
             self.barriers += 1
-            return list(map(begin_send, self._receiving.pop(tag), sent))
+            return [begin_send(number, own) for number, own in enumerate(sent)]
 
         return send
 
@@ -491,14 +424,13 @@ class Distributed(World):
 
     def close(self) -> None:
         self.status.close()  # first, so that workers that find this one gone know why
-        self._receiving.clear()  # messages keep connections open
         if self._mesh is not None:
             self._mesh.close()
         # NCCL may wait forever for workers that have not failed
         if not (self._cuda and (self._failure or self.abandoned)):
             dist.destroy_process_group(self._group)
-        if self._swaps is not None:
-            self._swaps.close()
+        if self._channel is not None:
+            self._channel.close()
 
 
 def _is_of_gpu(error: Exception) -> bool:
@@ -535,16 +467,12 @@ def _length(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-def _pieces(tensor: Tensor | None, size: int = PIECE_BYTES) -> tuple[Tensor, ...]:
+def _pieces(tensor: Tensor | None) -> tuple[Tensor, ...]:
     if tensor is None or not len(tensor):
         return ()
     # a small rest is not sent as a separate piece
-    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // size))
+    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // PIECE_BYTES))
     return pieces
-
-
-def _small_pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    return _pieces(tensor, SWAPPED_PIECE_BYTES)
 
 
 def _rows(table: Tensor, host: range) -> Tensor:

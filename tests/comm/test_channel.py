@@ -1,0 +1,158 @@
+"""A connection of two workers that sends tensors both ways, with real sockets."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from samestep.comm import channel as module
+from samestep.comm.channel import Channel, Listener, await_result, connect, limit_buffer
+
+LARGE = 1 << 22  # bytes, more than both kernels take in
+SECONDS = 60
+
+
+@pytest.fixture
+def channels():
+    with Listener("127.0.0.1") as listener:
+        first = connect(listener.address, listener.port, listener.key, SECONDS)
+        pair = [Channel(first), Channel(listener.accept(SECONDS))]
+    yield pair
+    for one in pair:
+        one.close()
+
+
+def values(number, elements=LARGE // 4, dtype=torch.float32):
+    return torch.arange(elements).add(number).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("elements", [0, 1, LARGE // 4])
+def test_tensors_are_received_by_key_in_whatever_order_they_are_awaited(channels, elements, dtype):
+    """A worker may await tensors of a step that failed before it sent them."""
+    keys = [(1, 0), (1, 1), (2, 0), (3, 0)]
+    awaited = [keys[3], keys[0], keys[2], keys[1]]
+    received = [
+        {key: torch.full((elements,), -1.0).to(dtype) for key in awaited} for _ in channels
+    ]
+    results = [
+        one.receive(key, into[key])
+        for one, into in zip(channels, received, strict=True)
+        for key in awaited
+    ]
+    for which, one in enumerate(channels):
+        results += [
+            one.send(key, values(10 * which + n, elements, dtype)) for n, key in enumerate(keys)
+        ]
+    for result in results:
+        await_result(result, SECONDS)
+    for which, into in enumerate(received):
+        for n, key in enumerate(keys):
+            assert torch.equal(into[key], values(10 * (1 - which) + n, elements, dtype))
+
+
+def test_a_tensor_that_is_not_awaited_yet_is_received_later(channels):
+    first, second = channels
+    sending = [first.send((1, 0), values(5)), first.send((2, 0), values(6))]
+    awaited = torch.zeros(LARGE // 4)
+    last = second.receive((2, 0), awaited)
+    time.sleep(0.1)
+    assert not last.done()  # the first one is in its way
+    earlier = torch.zeros(LARGE // 4)
+    await_result(second.receive((1, 0), earlier), SECONDS)
+    for result in (last, *sending):
+        await_result(result, SECONDS)
+    assert torch.equal(earlier, values(5))
+    assert torch.equal(awaited, values(6))
+
+
+@pytest.mark.parametrize("is_sending", [True, False])
+def test_everything_fails_once_the_other_worker_has_left(channels, is_sending):
+    first, second = channels
+    results = [first.receive((number, 0), torch.zeros(LARGE // 4)) for number in range(2)]
+    if is_sending:  # more than the kernel takes in
+        results += [first.send((number, 0), torch.zeros(LARGE)) for number in range(2)]
+    second.close()
+    results.append(first.receive((9, 0), torch.zeros(1)))
+    for result in results:
+        with pytest.raises(OSError, match=r"closed|reset|Broken|[Cc]onnection"):
+            await_result(result, SECONDS)
+
+
+def test_a_tensor_of_another_size_is_an_error(channels):
+    first, second = channels
+    second.send((1, 0), torch.zeros(3))
+    with pytest.raises(ConnectionError, match="expected a tensor of 16 bytes, got 12"):
+        await_result(first.receive((1, 0), torch.zeros(4)), SECONDS)
+
+
+def test_waiting_has_a_limit(channels):
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="did not send or receive in time"):
+        await_result(channels[0].receive((1, 0), torch.zeros(1)), 0.2)
+    assert time.monotonic() - started >= 0.2
+
+
+def test_closing_ends_both_threads_while_they_wait(channels):
+    first, _ = channels
+    results = [first.send((1, 0), torch.zeros(LARGE)), first.receive((1, 0), torch.zeros(1))]
+    first.close()
+    for result in results:
+        with pytest.raises(OSError):  # noqa: PT011  whatever the kernel says
+            await_result(result, SECONDS)
+    assert not any(thread.is_alive() for thread in first._threads)
+
+
+def test_only_the_process_with_the_key_is_accepted(monkeypatch):
+    monkeypatch.setattr(module, "HELLO_SECONDS", 0.2)
+    with Listener("127.0.0.1") as listener:
+        strangers = [
+            socket.create_connection((listener.address, listener.port)) for _ in range(3)
+        ]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(32))
+        strangers[1].close()  # and one that says nothing
+        found = []
+        thread = threading.Thread(target=lambda: found.append(listener.accept(SECONDS)))
+        thread.start()
+        known = connect(listener.address, listener.port, listener.key, SECONDS)
+        thread.join(SECONDS)
+        assert found[0].getpeername() == known.getsockname()
+        with pytest.raises(TimeoutError):
+            listener.accept(0.1)
+        for one in (*strangers, *found, known):
+            one.close()
+
+
+class Connection:
+    """A connection whose round trip takes some microseconds."""
+
+    def __init__(self, microseconds):
+        self.microseconds, self.size = microseconds, None
+
+    def getsockopt(self, _level, _option, size):
+        return bytes(size - 4) + self.microseconds.to_bytes(4, "little")
+
+    def setsockopt(self, _level, option, value):
+        assert option == socket.SO_SNDBUF
+        self.size = value
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("microseconds", "size"),
+    [(20, 128 << 10), (150, 187_500), (300, 208 << 10), (1000, None), (20_000, None)],
+)
+def test_the_buffer_is_limited_if_10_gbit_s_still_fit(microseconds, size):
+    connection = Connection(microseconds)
+    limit_buffer(connection)
+    assert connection.size == size
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs Linux")
+def test_the_kernel_reports_a_round_trip(channels):
+    size = channels[0]._connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert size >= 2 * (128 << 10)  # Linux doubles what was asked for
+    information = channels[0]._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 72)
+    assert 0 < int.from_bytes(information[68:], "little") < 1_000_000
