@@ -34,9 +34,7 @@ def test_tensors_are_received_by_key_in_whatever_order_they_are_awaited(channels
     """A worker may await tensors of a step that failed before it sent them."""
     keys = [(1, 0), (1, 1), (2, 0), (3, 0)]
     awaited = [keys[3], keys[0], keys[2], keys[1]]
-    received = [
-        {key: torch.full((elements,), -1.0).to(dtype) for key in awaited} for _ in channels
-    ]
+    received = [{key: torch.full((elements,), -1.0).to(dtype) for key in awaited} for _ in channels]
     results = [
         one.receive(key, into[key])
         for one, into in zip(channels, received, strict=True)
@@ -108,9 +106,7 @@ def test_closing_ends_both_threads_while_they_wait(channels):
 def test_only_the_process_with_the_key_is_accepted(monkeypatch):
     monkeypatch.setattr(module, "HELLO_SECONDS", 0.2)
     with Listener("127.0.0.1") as listener:
-        strangers = [
-            socket.create_connection((listener.address, listener.port)) for _ in range(3)
-        ]
+        strangers = [socket.create_connection((listener.address, listener.port)) for _ in range(3)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(32))
         strangers[1].close()  # and one that says nothing
         found = []

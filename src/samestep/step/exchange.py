@@ -213,8 +213,7 @@ class Exchange:
     def receive(self) -> None:
         """Begin to receive what the other host sends, if `start` swaps sums with it.
 
-        gloo sends only to a posted receive. Posting it early means that fewer other messages go out
-        before this one.
+        What arrives before it is awaited stays in the kernel, which soon lets the sender wait.
         """
         if self.swaps:
             self._swapping = self._swapping or self._begin_swap()

@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from samestep.errors import RecordError
-from samestep.record.record import PARTS as RECORDED_PARTS
+from samestep.record import PARTS as RECORDED_PARTS
 from samestep.tools.scale.network import (
     ELEMENT_BYTES,
     MEASURED_WORKERS,
