@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from samestep.comm import channel as module
-from samestep.comm.channel import Channel, Listener, await_result, connect, limit_buffer
+from samestep.comm.channel import Channel, Listener, connect, limit_buffer
 
 LARGE = 1 << 22  # bytes, more than both kernels take in
 SECONDS = 60
+
+
+def await_result(result, seconds):
+    failure = result.result(seconds)
+    if failure is not None:
+        raise failure
 
 
 @pytest.fixture
@@ -82,20 +88,49 @@ def test_everything_fails_once_the_other_worker_has_left(channels, is_sending):
 def test_a_tensor_of_another_size_is_an_error(channels):
     first, second = channels
     second.send((1, 0), torch.zeros(3))
-    with pytest.raises(ConnectionError, match="expected a tensor of 16 bytes, got 12"):
-        await_result(first.receive((1, 0), torch.zeros(4)), SECONDS)
+    results = [first.receive((number, 0), torch.zeros(4)) for number in (2, 1, 3)]
+    for result in results:
+        with pytest.raises(ConnectionError, match="expected a tensor of 16 bytes, got 12"):
+            await_result(result, SECONDS)
 
 
 def test_waiting_has_a_limit(channels):
+    first, second = channels
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="did not send or receive in time"):
-        await_result(channels[0].receive((1, 0), torch.zeros(1)), 0.2)
+    awaited = first.receive((1, 0), torch.zeros(1))
+    with pytest.raises(TimeoutError, match="sent or received nothing"):
+        first.wait(awaited, started, 0.2)
     assert time.monotonic() - started >= 0.2
+    second.send((1, 0), torch.zeros(1))
+    first.wait(awaited, started, SECONDS)
 
 
-def test_closing_ends_both_threads_while_they_wait(channels):
-    first, _ = channels
+def test_the_limit_counts_from_the_last_tensor(channels):
+    first, second = channels
+    started = time.monotonic()
+    awaited = [first.receive((number, 0), torch.zeros(1)) for number in range(4)]
+
+    def send():
+        for number in range(4):
+            time.sleep(1)
+            second.send((number, 0), torch.zeros(1))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    first.wait(awaited[-1], started, 3)
+    assert time.monotonic() - started > 3
+    thread.join()
+
+
+@pytest.mark.parametrize("arrives_early", [False, True])
+def test_closing_ends_both_threads_while_they_wait(channels, arrives_early):
+    first, second = channels
     results = [first.send((1, 0), torch.zeros(LARGE)), first.receive((1, 0), torch.zeros(1))]
+    if arrives_early:  # the receiver then waits until it is awaited
+        second.send((7, 0), torch.zeros(1))
+        while first._posted.qsize() or not first._expected:
+            time.sleep(0.01)
+        time.sleep(0.1)
     first.close()
     for result in results:
         with pytest.raises(OSError):  # noqa: PT011  whatever the kernel says

@@ -325,6 +325,15 @@ def test_workers_swap_tensors_in_pairs(run, elements):
     run(4, swapped, elements)
 
 
+@pytest.mark.parametrize("elements", [1, LARGE // 3])
+def test_workers_without_an_address_swap_through_the_group(monkeypatch, elements):
+    def no_address():
+        raise OSError("no address")
+
+    monkeypatch.setattr("samestep.comm.distributed.gloo_address", no_address)
+    on_hosts(2, 4, swapped, elements)
+
+
 def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
     def body():
         world = distributed_world(timeout=300, hosts=2)

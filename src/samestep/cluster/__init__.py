@@ -67,18 +67,21 @@ def gloo_interface(host: str) -> Iterator[None]:
 
 
 def gloo_address() -> str:
-    """Return this machine's address, IPv4 if there is one, on the interface that gloo uses.
+    """Return this machine's address on the interface that gloo uses, IPv4 if there is one.
 
-    Without GLOO_SOCKET_IFNAME, that is what its name resolves to. Raises `OSError` if unknown.
+    Without GLOO_SOCKET_IFNAME, that is what its name resolves to. Raises `OSError` if there is
+    none, or only one that is valid on a single link.
     """
     interface = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
-    families = [socket.AF_INET, socket.AF_INET6]
-    found = sorted(
-        (families.index(entry.family), entry.address)
-        for entry in _addresses().get(interface, ())
-        if entry.family in families
-    )
-    return str(found[0][1]) if found else socket.gethostbyname(socket.gethostname())
+    addresses = [(one.family, one.address) for one in _addresses().get(interface, ())]
+    if not addresses:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = [(family, address[0]) for family, *_, address in found]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for kind, address in addresses:
+            if kind == family and not address.startswith("fe80:"):
+                return str(address)
+    raise OSError(f"the interface {interface!r} has no IP address")
 
 
 def _own_address_towards(host: str) -> str | None:

@@ -123,7 +123,8 @@ class World(ABC):
         """Begin to receive 1-D CPU tensors from a worker that also begins a swap with this one.
 
         Returns a call that begins to send it others of the same sizes. That call returns one call
-        for each pair, which completes it; a tensor must stay as it is until then.
+        for each pair, which completes it; a tensor must stay as it is until then. Both workers send
+        in the same order.
         """
         sizes = [[len(one) * (rank == partner) for rank in range(self.size)] for one in received]
 

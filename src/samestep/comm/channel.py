@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final
 
 import torch
@@ -25,10 +25,13 @@ from typing_extensions import Self
 
 Key = tuple[int, int]  # the number of a swap, and of the tensor in it
 Result = futures.Future[Exception | None]
+Queue = SimpleQueue[tuple[Key, memoryview, Result] | None]
 
 KEY_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0  # for a process that connects to say who it is
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
+MORE: Final = getattr(socket, "MSG_MORE", 0)
+NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 _HEAD: Final = struct.Struct("<QQQ")  # the key and the number of bytes that follow
 _ROUND_TRIP: Final = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info in linux/tcp.h, µs
 # The kernel takes as much as the fastest usual network sends in a round trip, and doubles it. More
@@ -56,21 +59,28 @@ class Listener:
     def accept(self, seconds: float) -> socket.socket:
         """Return the connection. Raises `TimeoutError` after `seconds`, or another `OSError`."""
         deadline = time.monotonic() + seconds
-        while True:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        while (remaining := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(remaining)
             connection, _ = self._socket.accept()
-            connection.settimeout(HELLO_SECONDS)
+            connection.settimeout(min(HELLO_SECONDS, remaining))
             with suppress(OSError):  # a stranger's
-                hello = connection.recv(KEY_BYTES, socket.MSG_WAITALL)
+                hello = b""
+                while len(hello) < KEY_BYTES and (data := connection.recv(KEY_BYTES - len(hello))):
+                    hello += data
                 if hmac.compare_digest(hello, self.key):
                     return connection
             connection.close()
+        raise TimeoutError("timed out waiting for the other worker to connect")
 
 
 def connect(address: str, port: int, key: bytes, seconds: float) -> socket.socket:
     """Connect to a `Listener`. Raises `OSError`."""
     connection = socket.create_connection((address, port), seconds)
-    connection.sendall(key)
+    try:
+        connection.sendall(key)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -78,6 +88,7 @@ class Channel:
     """Sends tensors over a connection, in order, and receives those of the other end by key.
 
     Futures resolve to the first error, or None. After an error, all others resolve to it as well.
+    A tensor that arrives before it is awaited delays those behind it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -85,10 +96,13 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_buffer(connection)
         self._connection = connection
+        self._progress_at = 0.0  # time.monotonic() when a tensor was last sent or received
+        self._lock = Lock()  # for the next two
         self._failure: Exception | None = None
-        self._outgoing: SimpleQueue[tuple[Key, Tensor, Result] | None] = SimpleQueue()
-        self._posted: SimpleQueue[tuple[Key, Tensor, Result] | None] = SimpleQueue()
-        self._expected: dict[Key, tuple[Tensor, Result]] = {}
+        self._pending: set[Result] = set()
+        self._outgoing: Queue = SimpleQueue()
+        self._posted: Queue = SimpleQueue()
+        self._expected: dict[Key, tuple[memoryview, Result]] = {}  # of what was posted
         self._threads = [
             Thread(target=self._run, args=(queue, handle), daemon=True, name=f"samestep {name}")
             for name, queue, handle in (
@@ -101,80 +115,103 @@ class Channel:
 
     def send(self, key: Key, tensor: Tensor) -> Result:
         """Queue a 1-D CPU tensor, which must stay as it is until the result is there."""
-        result: Result = futures.Future()
-        self._outgoing.put((key, tensor, result))
-        return result
+        return self._add(self._outgoing, key, tensor)
 
     def receive(self, key: Key, tensor: Tensor) -> Result:
         """Receive into a 1-D CPU tensor what the other end sends with this key."""
-        result: Result = futures.Future()
-        self._posted.put((key, tensor, result))
-        return result
+        return self._add(self._posted, key, tensor)
+
+    def wait(self, result: Result, since: float, seconds: float) -> None:
+        """Wait for a result of `send` or `receive`, which were called at `since`.
+
+        Raises its error, or `TimeoutError` if nothing was sent or received for `seconds`.
+        """
+        while True:
+            limit = max(since, self._progress_at) + seconds
+            try:
+                failure = result.result(max(0.0, limit - time.monotonic()))
+                break
+            except futures.TimeoutError:  # not the built-in one before Python 3.11
+                if max(since, self._progress_at) + seconds <= limit:
+                    raise TimeoutError("the other worker sent or received nothing") from None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
-        """Disconnect, and end the threads."""
-        self._disconnect()
-        self._outgoing.put(None)
-        self._posted.put(None)
+        """Disconnect, and end the threads; a forked process has none, and leaves the connection."""
+        if any(thread.is_alive() for thread in self._threads):
+            self._fail(ConnectionAbortedError("this worker has left the world"))
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         self._connection.close()
 
-    def _disconnect(self) -> None:
+    def _add(self, queue: Queue, key: Key, tensor: Tensor) -> Result:
+        result: Result = futures.Future()
+        array: Any = tensor.detach().view(torch.uint8).numpy()
+        with self._lock:
+            if self._failure is None:
+                self._pending.add(result)
+                queue.put((key, memoryview(array), result))
+                return result
+        result.set_result(self._failure)
+        return result
+
+    def _complete(self, result: Result) -> None:
+        self._progress_at = time.monotonic()
+        with self._lock:
+            is_pending = result in self._pending
+            self._pending.discard(result)
+        if is_pending:
+            result.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        """Let everything fail, and wake both threads, whatever they wait for."""
+        with self._lock:
+            self._failure = self._failure or error
+            pending, self._pending = self._pending, set()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+        self._outgoing.put(None)
+        self._posted.put(None)
+        for result in pending:
+            result.set_result(self._failure)
 
-    def _run(
-        self,
-        queue: SimpleQueue[tuple[Key, Tensor, Result] | None],
-        handle: Callable[[Key, Tensor, Result], None],
-    ) -> None:
-        """Handle what is queued until `close`, or resolve it to the failure."""
+    def _run(self, queue: Queue, handle: Callable[[Key, memoryview, Result], None]) -> None:
         while (item := queue.get()) is not None:
             try:
-                if self._failure is None:
-                    handle(*item)
+                handle(*item)
             except Exception as error:  # noqa: BLE001  the program gets it
-                self._failure = self._failure or error
-                self._disconnect()  # so that the other thread fails as well
-            if self._failure is not None:
-                waiting = [item[2]]
-                if queue is self._posted:
-                    waiting += [result for _, result in self._expected.values()]
-                    self._expected.clear()
-                for result in waiting:
-                    if not result.done():
-                        result.set_result(self._failure)
-                del waiting
+                self._fail(error)
+                return
             del item  # with its memory, before waiting for the next one
 
-    def _send(self, key: Key, tensor: Tensor, result: Result) -> None:
-        data = _memory(tensor)
+    def _send(self, key: Key, data: memoryview, result: Result) -> None:
         # in the same packet as what follows
-        self._connection.sendall(_HEAD.pack(*key, len(data)), socket.MSG_MORE if data else 0)
-        self._connection.sendall(data)
-        result.set_result(None)
+        head = _HEAD.pack(*key, len(data))
+        self._connection.sendall(head, NO_SIGNAL | (MORE if data else 0))
+        self._connection.sendall(data, NO_SIGNAL)
+        self._complete(result)
 
-    def _receive(self, key: Key, tensor: Tensor, result: Result) -> None:
+    def _receive(self, key: Key, data: memoryview, result: Result) -> None:
         """Receive tensors until none is expected, in the order in which the other end sends."""
-        self._expected[key] = tensor, result
+        self._expected[key] = data, result
         head = bytearray(_HEAD.size)
         while self._expected:
             self._fill(memoryview(head))
-            *found, size = _HEAD.unpack(head)
-            tensor, result = self._expected_as((found[0], found[1]))
-            data = _memory(tensor)
+            number, place, size = _HEAD.unpack(head)
+            data, result = self._expected_as((number, place))
             if len(data) != size:
                 raise ConnectionError(f"expected a tensor of {len(data)} bytes, got {size}")
             self._fill(data)
-            result.set_result(None)
+            del data  # its memory, before waiting for the next one
+            self._complete(result)
 
-    def _expected_as(self, key: Key) -> tuple[Tensor, Result]:
+    def _expected_as(self, key: Key) -> tuple[memoryview, Result]:
         """Return what waits for this key, if necessary when it is posted."""
         while key not in self._expected:
             item = self._posted.get()
             if item is None:
-                raise ConnectionAbortedError("this worker has left the world")
+                raise ConnectionAbortedError("the connection was closed")
             self._expected[item[0]] = item[1:]
         return self._expected.pop(key)
 
@@ -186,16 +223,6 @@ class Channel:
             data = data[received:]
 
 
-def await_result(result: Result, seconds: float) -> None:
-    """Wait for the result of a channel. Raises its error, or `TimeoutError` after `seconds`."""
-    try:
-        failure = result.result(max(0.0, seconds))
-    except futures.TimeoutError:  # not the built-in one before Python 3.11
-        raise TimeoutError("the other worker did not send or receive in time") from None
-    if failure is not None:
-        raise failure
-
-
 def limit_buffer(connection: socket.socket) -> None:
     """Let the kernel take in no more than a network of 10 Gbit/s needs, if so little is enough.
 
@@ -204,14 +231,10 @@ def limit_buffer(connection: socket.socket) -> None:
     """
     if not hasattr(socket, "TCP_INFO"):  # only Linux says how long a round trip takes
         return
-    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
-    (microseconds,) = _ROUND_TRIP.unpack(information)
-    needed = int(NETWORK_BYTES_A_SECOND * microseconds * 1e-6)
-    if needed <= 2 * MOST_BUFFER_BYTES:
-        size = min(max(needed, LEAST_BUFFER_BYTES), MOST_BUFFER_BYTES)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    array: Any = tensor.detach().view(torch.uint8).numpy()
-    return memoryview(array)
+    with suppress(OSError, struct.error):  # a sandbox may not tell
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
+        (microseconds,) = _ROUND_TRIP.unpack(information)
+        needed = int(NETWORK_BYTES_A_SECOND * microseconds * 1e-6)
+        if needed <= 2 * MOST_BUFFER_BYTES:
+            size = min(max(needed, LEAST_BUFFER_BYTES), MOST_BUFFER_BYTES)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)

@@ -1,4 +1,7 @@
-"""A world over torch.distributed: gloo for host memory, NCCL for GPUs."""
+"""A world over torch.distributed: gloo for host memory, NCCL for GPUs.
+
+Two hosts with CPU workers swap gradients over a `Channel` of each pair of workers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from samestep.cluster import gloo_address
 from samestep.comm.base import Send, Sizes, World
-from samestep.comm.channel import Channel, Listener, await_result, connect
+from samestep.comm.channel import Channel, Listener, connect
 from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
@@ -98,21 +101,29 @@ class Distributed(World):
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
             group = self._group or dist.distributed_c10d._get_default_group()  # noqa: SLF001  no public setter
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
-        self._channel = self._open_channel()
+        try:
+            self._channel = self._open_channel()
+        except BaseException:
+            self.close()
+            raise
 
     def _open_channel(self) -> Channel | None:
         """Connect to the worker in the same place on the other host, if there are two of one size.
 
-        Its address and a key travel through the group.
+        Its address and a key travel through the group. None if a worker of the first host has no
+        address: the group, which may have other means, then carries everything.
         """
         if self._cuda or list(map(len, self.hosts)) != 2 * [len(self.host)]:
             return None
         with ExitStack() as exits:
             offer = None
             if self.rank < self._partner:
-                listener = exits.enter_context(Listener(gloo_address()))
-                offer = [listener.address, listener.port, to_text(listener.key)]
+                with suppress(OSError):
+                    listener = exits.enter_context(Listener(gloo_address()))
+                    offer = [listener.address, listener.port, to_text(listener.key)]
             offers = self.all_gather_json(offer, FORMING)
+            if None in offers[: self.size // 2]:
+                return None
             with self._waiting(FORMING):
                 if offer is not None:
                     connection = listener.accept(self._timeout_seconds)
@@ -143,12 +154,15 @@ class Distributed(World):
             except (RuntimeError, OSError) as error:
                 if _is_of_gpu(error):
                     raise
-                waited = time.monotonic() - min(started, since)
+                begun = min(started, since) if isinstance(error, TimeoutError) else started
+                waited = time.monotonic() - begun
                 timed_out = waited >= LATE * self._timeout_seconds
                 reason = _reason(error)
                 failure = self.status.explain(what, reason, timed_out=timed_out)
                 if self._mesh is not None:
                     self._mesh.close()  # the others of this host may be waiting there
+                if self._channel is not None:
+                    self._channel.close()
                 raise failure from error
         self._failure = ""
 
@@ -308,7 +322,7 @@ class Distributed(World):
             def end() -> None:
                 with self._waiting(what, since):
                     for result in (sending, arriving[number]):
-                        await_result(result, since + self._timeout_seconds - time.monotonic())
+                        channel.wait(result, since, self._timeout_seconds)
 
             return end
 
@@ -426,11 +440,11 @@ class Distributed(World):
         self.status.close()  # first, so that workers that find this one gone know why
         if self._mesh is not None:
             self._mesh.close()
+        if self._channel is not None:
+            self._channel.close()
         # NCCL may wait forever for workers that have not failed
         if not (self._cuda and (self._failure or self.abandoned)):
             dist.destroy_process_group(self._group)
-        if self._channel is not None:
-            self._channel.close()
 
 
 def _is_of_gpu(error: Exception) -> bool:

@@ -4,7 +4,7 @@ Every worker owns a slice of the flat gradient and sums it for all workers. Work
 each other's gradients in shared memory. A host first adds the gradients of its workers, then sends
 the sums of its subtrees to the slices' owners on other hosts. What every host needs completely,
 gradients of unsharded optimizers and of those sharded within a host, travels on from the owners;
-two hosts with one sum each swap their sums instead, which are the same bytes in one message.
+two hosts with one sum each swap their sums instead, which are as many bytes in half as many steps.
 
 GPUs share no memory. Workers of one machine send each other their gradients instead, and then, as
 soon as the next exchange starts, the machine's sums to the owners on other machines.
