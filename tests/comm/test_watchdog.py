@@ -90,10 +90,10 @@ def test_garbage_in_the_store_is_harmless(garbage, monkeypatch):
         status._call(status._publish, 5)
         assert world.all_gather_json(1, "waiting") == [1, 1]
         status.finish()
-        return "samestep watchdog" in names_of_threads()
+        return names_of_threads()
 
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 60.0)
-    assert on_hosts(2, 2, body) == [True] * 2
+    assert on_hosts(2, 2, body) == [["MainThread", "samestep watchdog"]] * 2
 
 
 def test_one_worker_reports_and_the_others_name_it(monkeypatch):

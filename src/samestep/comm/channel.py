@@ -27,28 +27,28 @@ Key = tuple[int, int]  # the number of a swap, and of the tensor in it
 Result = futures.Future[Exception | None]
 Queue = SimpleQueue[tuple[Key, memoryview, Result] | None]
 
-KEY_BYTES: Final = 32
-HELLO_SECONDS: Final = 5.0  # for a process that connects to say who it is
+SECRET_BYTES: Final = 32
+HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send the secret
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
 MORE: Final = getattr(socket, "MSG_MORE", 0)
 NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 _HEAD: Final = struct.Struct("<QQQ")  # the key and the number of bytes that follow
 _ROUND_TRIP: Final = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info in linux/tcp.h, µs
-# The kernel takes as much as the fastest usual network sends in a round trip, and doubles it. More
-# would only make other messages wait, and TCP slows down when it has taken in more than it can send
+# A send buffer for what such a network sends in a round trip; the kernel doubles it. With a larger
+# one, other messages wait longer, and TCP slows down.
 NETWORK_BYTES_A_SECOND: Final = 1.25e9
 LEAST_BUFFER_BYTES: Final = 128 << 10
-MOST_BUFFER_BYTES: Final = 208 << 10  # Linux' default of net.core.wmem_max
+MOST_BUFFER_BYTES: Final = 208 << 10  # the default of net.core.wmem_max on Linux
 
 
 class Listener:
-    """Accepts the connection of the one process that knows its `key`; a context manager."""
+    """Accepts the connection of the one process that knows its `secret`; a context manager."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family)
         self.address, self.port = address, int(self._socket.getsockname()[1])
-        self.key = os.urandom(KEY_BYTES)
+        self.secret = os.urandom(SECRET_BYTES)
 
     def __enter__(self) -> Self:
         return self
@@ -63,21 +63,22 @@ class Listener:
             self._socket.settimeout(remaining)
             connection, _ = self._socket.accept()
             connection.settimeout(min(HELLO_SECONDS, remaining))
-            with suppress(OSError):  # a stranger's
-                hello = b""
-                while len(hello) < KEY_BYTES and (data := connection.recv(KEY_BYTES - len(hello))):
-                    hello += data
-                if hmac.compare_digest(hello, self.key):
+            with suppress(OSError):  # of another program, which is ignored
+                found = b""
+                missing = SECRET_BYTES
+                while missing and (data := connection.recv(missing)):
+                    found, missing = found + data, missing - len(data)
+                if hmac.compare_digest(found, self.secret):
                     return connection
             connection.close()
         raise TimeoutError("timed out waiting for the other worker to connect")
 
 
-def connect(address: str, port: int, key: bytes, seconds: float) -> socket.socket:
+def connect(address: str, port: int, secret: bytes, seconds: float) -> socket.socket:
     """Connect to a `Listener`. Raises `OSError`."""
     connection = socket.create_connection((address, port), seconds)
     try:
-        connection.sendall(key)
+        connection.sendall(secret)
     except BaseException:
         connection.close()
         raise
@@ -96,22 +97,14 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_buffer(connection)
         self._connection = connection
-        self._progress_at = 0.0  # time.monotonic() when a tensor was last sent or received
+        self._active_at = 0.0  # time.monotonic() when a tensor was last queued, sent or received
         self._lock = Lock()  # for the next two
         self._failure: Exception | None = None
         self._pending: set[Result] = set()
         self._outgoing: Queue = SimpleQueue()
         self._posted: Queue = SimpleQueue()
         self._expected: dict[Key, tuple[memoryview, Result]] = {}  # of what was posted
-        self._threads = [
-            Thread(target=self._run, args=(queue, handle), daemon=True, name=f"samestep {name}")
-            for name, queue, handle in (
-                ("sender", self._outgoing, self._send),
-                ("receiver", self._posted, self._receive),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[Thread] = []  # started with the first tensor
 
     def send(self, key: Key, tensor: Tensor) -> Result:
         """Queue a 1-D CPU tensor, which must stay as it is until the result is there."""
@@ -121,24 +114,24 @@ class Channel:
         """Receive into a 1-D CPU tensor what the other end sends with this key."""
         return self._add(self._posted, key, tensor)
 
-    def wait(self, result: Result, since: float, seconds: float) -> None:
-        """Wait for a result of `send` or `receive`, which were called at `since`.
+    def wait(self, result: Result, seconds: float) -> None:
+        """Wait for a result of `send` or `receive`.
 
-        Raises its error, or `TimeoutError` if nothing was sent or received for `seconds`.
+        Raises its error, or `TimeoutError` if nothing was queued, sent or received for `seconds`.
         """
         while True:
-            limit = max(since, self._progress_at) + seconds
+            active_at = self._active_at
             try:
-                failure = result.result(max(0.0, limit - time.monotonic()))
+                failure = result.result(max(0.0, active_at + seconds - time.monotonic()))
                 break
             except futures.TimeoutError:  # not the built-in one before Python 3.11
-                if max(since, self._progress_at) + seconds <= limit:
+                if self._active_at == active_at:
                     raise TimeoutError("the other worker sent or received nothing") from None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Disconnect, and end the threads; a forked process has none, and leaves the connection."""
+        """Disconnect, and end the threads. A forked process leaves the connection to its parent."""
         if any(thread.is_alive() for thread in self._threads):
             self._fail(ConnectionAbortedError("this worker has left the world"))
         for thread in self._threads:
@@ -148,16 +141,29 @@ class Channel:
     def _add(self, queue: Queue, key: Key, tensor: Tensor) -> Result:
         result: Result = futures.Future()
         array: Any = tensor.detach().view(torch.uint8).numpy()
+        self._active_at = time.monotonic()
         with self._lock:
             if self._failure is None:
+                if not self._threads:
+                    self._start()
                 self._pending.add(result)
                 queue.put((key, memoryview(array), result))
                 return result
         result.set_result(self._failure)
         return result
 
+    def _start(self) -> None:
+        for name, queue, handle in (
+            ("sender", self._outgoing, self._send),
+            ("receiver", self._posted, self._receive),
+        ):
+            arguments = queue, handle
+            thread = Thread(target=self._run, args=arguments, daemon=True, name=f"samestep {name}")
+            self._threads.append(thread)
+            thread.start()
+
     def _complete(self, result: Result) -> None:
-        self._progress_at = time.monotonic()
+        self._active_at = time.monotonic()
         with self._lock:
             is_pending = result in self._pending
             self._pending.discard(result)
@@ -229,9 +235,9 @@ def limit_buffer(connection: socket.socket) -> None:
     A longer round trip needs more than an unprivileged process may ask for, so the kernel's own
     choice remains.
     """
-    if not hasattr(socket, "TCP_INFO"):  # only Linux says how long a round trip takes
+    if not hasattr(socket, "TCP_INFO"):  # Linux alone measures round trips
         return
-    with suppress(OSError, struct.error):  # a sandbox may not tell
+    with suppress(OSError, struct.error):  # in some sandboxes
         information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
         (microseconds,) = _ROUND_TRIP.unpack(information)
         needed = int(NETWORK_BYTES_A_SECOND * microseconds * 1e-6)

@@ -6,7 +6,6 @@ Two hosts with CPU workers swap gradients over a `Channel` of each pair of worke
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,7 +109,7 @@ class Distributed(World):
     def _open_channel(self) -> Channel | None:
         """Connect to the worker in the same place on the other host, if there are two of one size.
 
-        Its address and a key travel through the group. None if a worker of the first host has no
+        Its address and a secret travel through the group. None if a worker of the first host has no
         address: the group, which may have other means, then carries everything.
         """
         if self._cuda or list(map(len, self.hosts)) != 2 * [len(self.host)]:
@@ -120,7 +119,7 @@ class Distributed(World):
             if self.rank < self._partner:
                 with suppress(OSError):
                     listener = exits.enter_context(Listener(gloo_address()))
-                    offer = [listener.address, listener.port, to_text(listener.key)]
+                    offer = [listener.address, listener.port, to_text(listener.secret)]
             offers = self.all_gather_json(offer, FORMING)
             if None in offers[: self.size // 2]:
                 return None
@@ -128,8 +127,8 @@ class Distributed(World):
                 if offer is not None:
                     connection = listener.accept(self._timeout_seconds)
                 else:
-                    address, port, key = offers[self._partner]
-                    connection = connect(address, port, to_bytes(key), self._timeout_seconds)
+                    address, port, secret = offers[self._partner]
+                    connection = connect(address, port, to_bytes(secret), self._timeout_seconds)
         return Channel(connection)
 
     @property
@@ -138,12 +137,8 @@ class Distributed(World):
         return (self.rank + len(self.host)) % self.size
 
     @contextmanager
-    def _waiting(self, what: str, since: float = math.inf) -> Iterator[None]:
-        """Explain a backend error; all further calls fail immediately, as in a mesh.
-
-        It counts as a timeout if the call has waited, or something has been on its way `since`,
-        for that long.
-        """
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Explain a backend error; all further calls fail immediately, as in a mesh."""
         if self._failure:
             raise no_response(self.rank, what, self._failure)
         self._failure = f"an earlier call failed, while {what}"
@@ -154,9 +149,8 @@ class Distributed(World):
             except (RuntimeError, OSError) as error:
                 if _is_of_gpu(error):
                     raise
-                begun = min(started, since) if isinstance(error, TimeoutError) else started
-                waited = time.monotonic() - begun
-                timed_out = waited >= LATE * self._timeout_seconds
+                is_late = time.monotonic() - started >= LATE * self._timeout_seconds
+                timed_out = is_late or isinstance(error, TimeoutError)
                 reason = _reason(error)
                 failure = self.status.explain(what, reason, timed_out=timed_out)
                 if self._mesh is not None:
@@ -317,12 +311,12 @@ class Distributed(World):
         arriving = [channel.receive((tag, number), one) for number, one in enumerate(received)]
 
         def begin_send(number: int, own: Tensor) -> Callable[[], None]:
-            sending, since = channel.send((tag, number), own), time.monotonic()
+            sending = channel.send((tag, number), own)
 
             def end() -> None:
-                with self._waiting(what, since):
+                with self._waiting(what):
                     for result in (sending, arriving[number]):
-                        channel.wait(result, since, self._timeout_seconds)
+                        channel.wait(result, self._timeout_seconds)
 
             return end
 

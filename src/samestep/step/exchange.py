@@ -213,7 +213,8 @@ class Exchange:
     def receive(self) -> None:
         """Begin to receive what the other host sends, if `start` swaps sums with it.
 
-        What arrives before it is awaited stays in the kernel, which soon lets the sender wait.
+        What arrives before this call stays in the kernel's buffer, and the sender waits once that
+        is full.
         """
         if self.swaps:
             self._swapping = self._swapping or self._begin_swap()
