@@ -322,6 +322,7 @@ def _suggestion(text: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+@cache
 def _interval(text: str | None) -> tuple[int | None, float | None]:
     if text is None:
         return None, None

@@ -30,7 +30,6 @@ Queue = SimpleQueue[tuple[Key, memoryview, Result] | None]
 SECRET_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send the secret
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
-MORE: Final = getattr(socket, "MSG_MORE", 0)
 NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 _HEAD: Final = struct.Struct("<QQQ")  # the key and the number of bytes that follow
 _ROUND_TRIP: Final = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info in linux/tcp.h, µs
@@ -192,10 +191,13 @@ class Channel:
             del item  # with its memory, before waiting for the next one
 
     def _send(self, key: Key, data: memoryview, result: Result) -> None:
-        # in the same packet as what follows
-        head = _HEAD.pack(*key, len(data))
-        self._connection.sendall(head, NO_SIGNAL | (MORE if data else 0))
-        self._connection.sendall(data, NO_SIGNAL)
+        parts = [memoryview(_HEAD.pack(*key, len(data))), data]
+        while parts:
+            sent = self._connection.sendmsg(parts, (), NO_SIGNAL)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
         self._complete(result)
 
     def _receive(self, key: Key, data: memoryview, result: Result) -> None:

@@ -41,6 +41,8 @@ def sum_dtype(dtype: torch.dtype, round_to: torch.dtype | None) -> torch.dtype:
 
 def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = None) -> Gradients:
     """Return the parameters' gradients, in their `sum_dtype`, and set `.grad` to None."""
+    if have_none(parameters):
+        return [None] * len(parameters)
     gradients: Gradients = []
     for parameter in parameters:
         gradient, parameter.grad = parameter.grad, None
@@ -98,6 +100,8 @@ def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
     ]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+    if len(pairs) == len(views):
+        return
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is None:
             view.zero_()

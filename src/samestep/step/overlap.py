@@ -203,14 +203,13 @@ class EarlyExchange(Overlap):
         known[spans[-1][1] - 1, spans[-1][1]] = last
         own = [tree_sum(span, known.get, add_gradients) for span in spans]
         self._put_next(own)
-        for number, n in enumerate(bucket.numbers):
+        in_exchange = [
+            [None if gradient is None else view for gradient, view in zip(some, views, strict=True)]
+            for some, views in zip(own, bucket.exchange.own_views, strict=True)
+        ]
+        for n, *gradients in zip(bucket.numbers, *in_exchange, strict=True):
             if n is not None:
-                views = zip(own, bucket.exchange.own_views, strict=True)
-                self._taken[n] = [
-                    None if some[number] is None else in_exchange[number]
-                    for some, in_exchange in views
-                ]
-                self._parameters[n].grad = None
+                self._taken[n], self._parameters[n].grad = gradients, None
                 for some in self._sums.values():
                     some[n] = None
 
