@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +18,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.base import World
 from samestep.data.batch import Batch
-from samestep.errors import ModelError, NonFiniteLossError, OptimizerError
+from samestep.errors import ModelError, NonFiniteLossError, OptimizerError, WorldError
 from samestep.step import LaneResult
 from samestep.step.exchange import Exchange, buckets
 from samestep.step.gradients import (
@@ -106,6 +108,7 @@ class LaneEngine(LaneContext):
         self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
         self._overlaps: dict[tuple[int, ...], Overlap] = {}
         self._last_overlap: tuple[Parameters, int, Overlap] | None = None
+        self._calls = 0  # of `backward`, also those that failed
 
     def add(self, module: Module) -> None:
         """Register a replicated module for training."""
@@ -221,8 +224,9 @@ class LaneEngine(LaneContext):
         """Set `.grad` in `update` to the gradient of the mean loss over the global batch.
 
         `seed` numbers this call in the run. `note` returns JSON that is sent to all workers; it is
-        called when GPUs have completed the steps before.
+        called when GPUs have completed the steps before. After an error, gradients are as before.
         """
+        self._calls += 1
         started = time.perf_counter()
         data_before = batch.data_seconds
         parameters = self._trainable(update)
@@ -239,28 +243,30 @@ class LaneEngine(LaneContext):
             if bucket.flat_buffer is None:
                 bucket.exchange.spare_held()
         kind = LanePass if loss.embed is None else WholeBatchPass
-        lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
-        begun = self.gpu_clock.mark()
-        with self.manual.lanes():
-            own = lane_pass.run()
-        computed = self.gpu_clock.mark()
-        self.world.wait_for_gpu()
-        report = lane_pass.report(own)  # reads losses, so it waits until a GPU has computed them
-        elsewhere = batch.data_seconds - data_before + lane_pass.exchange_seconds
-        self.compute_seconds += time.perf_counter() - started - elsewhere
-        self.exchange_seconds += lane_pass.exchange_seconds
+        with self._restoring(parameters, earlier):
+            lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
+            begun = self.gpu_clock.mark()
+            with self.manual.lanes():
+                own = lane_pass.run()
+            computed = self.gpu_clock.mark()
+            self.world.wait_for_gpu()
+            report = lane_pass.report(own)  # reads losses, after a GPU has computed them
+            elsewhere = batch.data_seconds - data_before + lane_pass.exchange_seconds
+            self.compute_seconds += time.perf_counter() - started - elsewhere
+            self.exchange_seconds += lane_pass.exchange_seconds
 
-        started = time.perf_counter()
-        overlap.finish(own)
-        receive = self.world.begin_all_gather_json([report, note()], "exchanging losses")
-        overlap.start()
-        reports = receive()  # all workers synchronize here
-        results = [
-            LaneResult(lane, rank, *result)
-            for rank, (report, _) in enumerate(reports)
-            for lane, *result in report["lanes"]
-        ]
-        self._check_finite(results, seed[0])
+            started = time.perf_counter()
+            overlap.finish(own)
+            call = self._calls, report, note()
+            receive = self.world.begin_all_gather_json(call, "exchanging losses")
+            overlap.start()
+            reports = self._same_call(receive())  # all workers synchronize here
+            results = [
+                LaneResult(lane, rank, *result)
+                for rank, (report, _) in enumerate(reports)
+                for lane, *result in report["lanes"]
+            ]
+            self._check_finite(results, seed[0])
         written = sorted({number for report, _ in reports for number in report["buffers"]})
         self.buffers.learn(number for report, _ in reports for number in report["late"])
         self.buffers.end_step(written, [result.lane for result in results])
@@ -276,6 +282,33 @@ class LaneEngine(LaneContext):
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, [worker_note for _, worker_note in reports])
+
+    @contextmanager
+    def _restoring(self, parameters: Parameters, earlier: Gradients) -> Iterator[None]:
+        """If the block fails, leave the gradients of earlier calls, and none of this one."""
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in zip_longest(parameters, earlier):
+                parameter.grad = gradient
+            for flat_buffer in self.flat_buffers():
+                flat_buffer.show()
+            self.seal(parameters)
+            raise
+
+    def _same_call(self, received: Iterable[tuple[int, Any, Any]]) -> list[tuple[Any, Any]]:
+        """Return what workers sent in this call. Raises `WorldError` if it was another one."""
+        reports = []
+        for rank, (call, report, note) in enumerate(received):
+            if call != self._calls:
+                failed = max((call, rank), (self._calls, self.world.rank))[1]
+                raise WorldError(
+                    f"worker {failed} went on after an exception in run.backward, which other"
+                    " workers still wait for; do not catch exceptions of run.backward that only"
+                    " some workers may raise"
+                )
+            reports.append((report, note))
+        return reports
 
     def _trainable(self, update: Module) -> Parameters:
         parameters = self._parameters.setdefault(update, ModuleParameters()).trainable(update)

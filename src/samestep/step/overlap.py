@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.base import World
+from samestep.errors import WorldError
 from samestep.step.exchange import Exchange, gather, wait_until_free
 from samestep.step.gradients import Gradients, Parameters, add_gradients, scaled
 from samestep.step.layout import Span, tree_sum
@@ -162,6 +163,11 @@ class EarlyExchange(Overlap):
                     parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number))
 
     def _begin(self) -> None:
+        if self._is_begun:
+            raise WorldError(
+                "an exception ended an earlier run.backward when gradients had been sent to other"
+                " hosts, so this worker cannot go on; do not catch exceptions of a backward pass"
+            )
         self._is_begun = True
         wait_until_free([bucket.exchange for bucket in self.order])
         for bucket in self.order:

@@ -306,6 +306,10 @@ class FlatBuffer:
         else:
             pairs = zip(self._stand_ins, self._shown, present, strict=True)
             self._shown = [one if is_new else shown for one, shown, is_new in pairs]
+        self.show()
+
+    def show(self) -> None:
+        """Let the `.grad` of each parameter stand in for its gradient, if there is one."""
         for parameter, shown in zip(self.exchange.parameters, self._shown, strict=True):
             parameter.grad = shown
 
