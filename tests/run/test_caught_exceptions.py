@@ -76,6 +76,28 @@ def test_a_call_that_fails_on_all_workers_leaves_gradients_as_they_were():
     assert run_workers(train_all, 2, environment=APART) == [expected] * 2
 
 
+def train_two():
+    """Return the bits of a model whose gradients were cleared before a call for another failed."""
+    torch.manual_seed(0)
+    with ss.init(lanes=2, dir=None) as run:
+        models = [run.replicate(nn.Linear(16, 16)) for _ in range(2)]
+        optimizers = [run.shard(torch.optim.SGD(one.parameters(), lr=0.1)) for one in models]
+        before = bits(models[0].weight)
+        for batch in run.batches(torch.randn(8, 16), 8, epochs=1):
+            run.backward(lambda net, one: net(one).square().mean(), models[0], batch)
+            optimizers[0].zero_grad()
+            with pytest.raises(LaneError):
+                run.backward(fail, models[1], batch)
+            for optimizer in optimizers:
+                optimizer.step()
+        return before == bits(models[0].weight)
+
+
+def test_a_call_that_fails_does_not_bring_back_gradients_of_another_model():
+    for workers in (1, 2):
+        assert run_workers(train_two, workers) == [True] * workers
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_call_that_fails_on_one_worker_alone_ends_the_run(place):
     with pytest.raises(WorkerFailedError, match=r"worker 1 went on after an exception") as caught:

@@ -357,6 +357,7 @@ class Run(Collectives, Recording):
                 when it is called again.
             ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
             NonFiniteLossError: The loss is NaN or infinite.
+            WorldError: A worker caught an exception of an earlier call, which others wait for.
             ModelError: The module to update is not a `torch.nn.Module`.
 
         Example:

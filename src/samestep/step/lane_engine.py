@@ -243,7 +243,7 @@ class LaneEngine(LaneContext):
             if bucket.flat_buffer is None:
                 bucket.exchange.spare_held()
         kind = LanePass if loss.embed is None else WholeBatchPass
-        with self._restoring(parameters, earlier):
+        with self._restoring(parameters, earlier, overlap):
             lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
             begun = self.gpu_clock.mark()
             with self.manual.lanes():
@@ -284,15 +284,18 @@ class LaneEngine(LaneContext):
         return StepResult(results, [worker_note for _, worker_note in reports])
 
     @contextmanager
-    def _restoring(self, parameters: Parameters, earlier: Gradients) -> Iterator[None]:
+    def _restoring(
+        self, parameters: Parameters, earlier: Gradients, overlap: Overlap
+    ) -> Iterator[None]:
         """If the block fails, leave the gradients of earlier calls, and none of this one."""
         try:
             yield
         except BaseException:
             for parameter, gradient in zip_longest(parameters, earlier):
                 parameter.grad = gradient
-            for flat_buffer in self.flat_buffers():
-                flat_buffer.show()
+            for bucket in overlap.buckets:
+                if bucket.flat_buffer is not None:
+                    bucket.flat_buffer.show()
             self.seal(parameters)
             raise
 
