@@ -85,7 +85,7 @@ def train_two():
         before = bits(models[0].weight)
         for batch in run.batches(torch.randn(8, 16), 8, epochs=1):
             run.backward(lambda net, one: net(one).square().mean(), models[0], batch)
-            optimizers[0].zero_grad()
+            models[0].zero_grad()
             with pytest.raises(LaneError):
                 run.backward(fail, models[1], batch)
             for optimizer in optimizers:
