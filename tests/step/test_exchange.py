@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.step import exchange as exchange_module
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import add_gradients
-from samestep.step.layout import flattened, lanes_of, subtrees, tree_sum
+from samestep.step.layout import ALIGNMENT, flattened, lanes_of, subtrees, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
 
@@ -191,6 +191,22 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
     (expected, empty), _ = on_hosts(2, 2, body, 1 << 20)
     assert first == expected
     assert len(set(empty[: len(empty) // 3])) == 1
+
+
+@given(slices=st.integers(0, 2_000_000), itemsize=st.sampled_from([2, 4, 8]))
+def test_chunks_grow_and_shrink_and_begin_where_vectorized_kernels_do(slices, itemsize):
+    sizes = exchange_module.chunks(slices * ALIGNMENT, itemsize)
+    assert sum(sizes) == slices * ALIGNMENT
+    assert all(size > 0 and size % ALIGNMENT == 0 for size in sizes)
+    least = exchange_module.CHUNK_BYTES // itemsize
+    most = exchange_module.MOST_CHUNK_BYTES // itemsize
+    assert max(sizes, default=0) <= most
+    assert all(size <= least for size in sizes[:1] + sizes[-1:])
+    for before, size, after in zip(sizes, sizes[1:], sizes[2:], strict=False):
+        assert least <= size <= 2 * before
+        # those after it arrive while it is added
+        assert size <= 2 * (after + ALIGNMENT) or after == sizes[-1]
+    assert len(sizes) <= 10 + 2 * slices * ALIGNMENT // most
 
 
 def test_the_workers_of_each_host_hold_all_slices_across_host():

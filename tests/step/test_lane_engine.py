@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -369,13 +370,14 @@ def updated(world, kind, options, exchange_dtype):
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
-def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(exchange_dtype, workers):
-    part_bytes = 1024
+def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
+    exchange_dtype, workers, monkeypatch
+):
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 1024)
 
     def body(world):
         counts = []
         if world.size > 1:  # in a process of its own
-            exchange.CHUNK_BYTES = part_bytes
             exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1  # one parameter per bucket
             count_parts(counts)
         return counts, [updated(world, *variant, exchange_dtype) for variant in VARIANTS]
@@ -386,7 +388,8 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(exchan
     held = Layout((41 * 40,), workers).slice_size * 2
     for rank, (counts, found) in enumerate(on_hosts(2, workers, body)):
         elements = min(held, 41 * 40 - rank % (workers // 2) * held)
-        parts = -(-elements * (2 if exchange_dtype else 4) // part_bytes)
+        sizes = exchange.chunks(held, 2 if exchange_dtype else 4)
+        parts = sum(start < elements for start in accumulate(sizes[:-1], initial=0))
         assert parts > 1
         assert counts == [parts] * (2 * with_state + adagrads)
         assert found == expected

@@ -43,7 +43,8 @@ BUCKETS: Final = 8
 LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
 # Sums of two hosts that are sent while the next ones are copied, and added while those arrive.
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
+MOST_CHUNK_BYTES: Final = 16 << 20
 UNHELD: Final = next(map(getrefcount, [object()]))  # references to what only a list holds
 
 
@@ -80,6 +81,23 @@ def buckets(
             groups[-1].append(parameter)
             total += size
     return groups
+
+
+def chunks(elements: int, itemsize: int) -> list[int]:
+    """Return the sizes, in elements, of the parts of flat storage that are sent one by one.
+
+    The first one is small, so that the network starts early, and the last ones are, so that little
+    is left to do once they have arrived. Those in between are larger, since each takes time, too.
+    """
+    sizes = []
+    size = least = CHUNK_BYTES // itemsize
+    while elements:
+        half = elements // 2 // ALIGNMENT * ALIGNMENT
+        size = min(max(min(size, half), least), elements)
+        sizes.append(size)
+        elements -= size
+        size = min(2 * size, MOST_CHUNK_BYTES // itemsize)
+    return sizes
 
 
 class PartialSums(NamedTuple):
@@ -315,7 +333,7 @@ class Exchange:
     def _begin_swap(self) -> tuple[Tensor, Send]:
         (partner,) = self._route.partners
         received = torch.empty_like(self.slices(self._own[0], self.held))
-        parts = received.split(CHUNK_BYTES // received.element_size())
+        parts = received.split(chunks(len(received), received.element_size()))
         return received, self.world.begin_swap(partner, parts, "exchanging gradients")
 
     def _swap(self, copying: Iterator[int]) -> list[PartialSums]:
@@ -331,9 +349,9 @@ class Exchange:
         out = self.slices(self._own[0], self.held)
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(out, dtype=self.parameters[0].dtype)
-        size = CHUNK_BYTES // own.element_size()
+        sizes = chunks(len(own), own.element_size())
         flats = [own, received, out, out if self._total is None else self._total]
-        sent, arriving, *outs = (flat.split(size) for flat in flats)
+        sent, arriving, *outs = (flat.split(sizes) for flat in flats)
         waits = send(_as_copied(sent, copying))
         parts = []
         for one, other_one, out, total, wait in zip(sent, arriving, *outs, waits, strict=True):
@@ -343,18 +361,18 @@ class Exchange:
 
     def _copy(self, gradients: Gradients) -> Iterator[int]:
         """Copy in gradients; yield how many elements of flat storage are there."""
-        size, offsets = CHUNK_BYTES // self.dtype.itemsize, self.layout.offsets
+        offsets = self.layout.offsets
         for view, gradient, start in zip(self.own_views[0], gradients, offsets, strict=False):
             elements = view.numel()
             if gradient is None or gradient.stride() != view.stride():
                 copy_gradients([view], [gradient])
             else:
                 flats = (one.as_strided((elements,), (1,)) for one in (view, gradient))
-                for n, (target, part) in enumerate(
-                    zip(*(flat.split(size) for flat in flats), strict=True)
-                ):
+                sizes, copied = chunks(elements, self.dtype.itemsize), start
+                for target, part in zip(*(flat.split(sizes) for flat in flats), strict=True):
                     target.copy_(part)
-                    yield start + n * size + len(part)
+                    copied += len(part)
+                    yield copied
             yield start + elements
 
     def _send_nearby(self, machine: Route) -> Callable[[], PartialSums]:
