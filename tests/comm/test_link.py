@@ -216,6 +216,37 @@ def test_a_silent_server_is_a_timeout():
         Link(listener.getsockname(), TOKEN, 0.1)
 
 
+def test_a_hello_that_times_out_does_not_end_the_connection_in_an_orderly_way():
+    """The other end would take that for the end of the process."""
+    nonce, ends = bytes(NONCE_BYTES), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(frame(encode({"nonce": nonce.hex()})))
+                frames = Frames(HELLO_BYTES)
+                while (body := frames.next()) is None:
+                    frames.feed(connection.recv(1 << 16))
+                nonces = nonce + bytes.fromhex(decode(body)["nonce"])
+                proof = prove(TOKEN, b"coordinator", nonces).hex()
+                connection.sendall(frame(encode({"proof": proof})))
+                try:
+                    while connection.recv(1 << 16):
+                        ends.append("hello")
+                    ends.append("orderly")
+                except ConnectionResetError:
+                    ends.append("reset")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        link = Link(listener.getsockname(), TOKEN, 5.0)
+        with pytest.raises(TimeoutError):
+            link.hello({"as": "host"}, 0.2)
+        thread.join()
+    assert ends == ["hello", "reset"]
+
+
 @pytest.mark.parametrize(
     ("host", "text"),
     [("node1", "node1:29400"), ("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")],

@@ -346,6 +346,21 @@ def test_later_snapshots_are_set_aside_if_resume_names_an_earlier_start(
     assert starts == [0, start, start + 1, STEPS]
 
 
+def test_all_snapshots_are_set_aside_if_resume_names_one_of_another_run(
+    undisturbed, stopped_at, tmp_path
+):
+    other, directory = stopped_at(3), tmp_path / "own"
+    with pytest.raises(SystemExit):
+        train(image_job, directory, {"stop_after": 4, "seed": 1})
+    run_workers(train, 2, image_job, directory, {"resume": other / steps_of(3)[0], "stop_after": 5})
+    assert snapshots(next(directory.glob("superseded-*"))) == steps_of(2, 3, 4)
+    assert snapshots(directory) == steps_of(4, 5)
+    left = left_by(image_job, directory, 1, lanes=8)
+    state = {name: value for name, value in undisturbed.items() if name.startswith("/")}
+    assert state.items() <= left.items()
+    assert "/model" in "".join(state)
+
+
 def test_newest_and_best_snapshots_are_kept(tmp_path):
     def job(run):
         scores = [1, 5, 2, 5, 3, 0, -1, float("nan")]

@@ -7,6 +7,7 @@ import pytest
 from samestep.comm import shared_memory
 from samestep.errors import ConfigError, SnapshotError
 from samestep.snapshot import files, load_newest, part, read
+from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import inspect
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.snapshot.resume import Downloads, load_from
@@ -51,6 +52,20 @@ def test_all_workers_load_the_newest_complete_snapshot(directory, workers):
         assert state == exact(small_state(2))
         assert (kind, path) == ("snapshot_rejected", str(directory / "step-00000003"))
         assert "damaged" in reason
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_run_does_not_start_anew_beside_snapshots_that_cannot_be_loaded(workers, directory):
+    for step in (1, 2, 3):
+        flip_byte(next((directory / f"step-0000000{step}").glob("tensors*")), -1)
+    (directory / "step-00000004").mkdir()  # never committed
+    with pytest.raises(
+        SnapshotError, match=r"no snapshot in .*: snapshot .*step-00000003: .*resume='never'"
+    ):
+        newest_of_all(workers, directory)
+    for step in (1, 2, 3):
+        (directory / f"step-0000000{step}" / NAME).unlink()
+    assert [state for state, _ in newest_of_all(workers, directory)] == [None] * workers
 
 
 def test_a_snapshot_that_one_worker_cannot_read_is_skipped_by_all(directory, monkeypatch):

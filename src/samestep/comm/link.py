@@ -239,12 +239,15 @@ class Link:
         self._socket.sendall(self._seal.seal(message))
 
     def hello(self, message: Message, seconds: float = RESPONSE_SECONDS) -> dict[str, Any]:
-        """Send the first message; return the response. Closes if `refused`. Raises `OSError`."""
+        """Send the first message; return the response. Closes if `refused`. Raises `OSError`.
+
+        The other end may get the message after an error here, so it must not see an orderly end.
+        """
         try:
             self.send(message)
             response = self.receive(seconds)
         except OSError:
-            self.close()
+            self.abort()
             raise
         if "refused" in response:
             self.close()

@@ -50,7 +50,7 @@ from samestep.run.progress import Progress
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
-from samestep.snapshot.resume import Downloads, load_from, load_newest
+from samestep.snapshot.resume import Downloads, last_step_before, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
 
 
@@ -363,13 +363,13 @@ def find_snapshot(
 def set_later_snapshots_aside(
     config: Config, resumed: Snapshot | None, attempt: str, record: Record
 ) -> None:
-    """Move snapshots of later steps to a separate directory if `resume` names the start.
+    """Move snapshots of other histories to a separate directory if `resume` names the start.
 
-    Otherwise the next `resume="auto"` would load the newest of them, from a different history.
+    Otherwise the next `resume="auto"` would load the newest of them.
     """
     if config.dir is None or config.resume == "auto":
         return
-    start = -1 if resumed is None else resumed.step
+    start = last_step_before(config, resumed)
     later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
     aside = config.dir / f"superseded-{attempt}"
     for path in later:

@@ -13,6 +13,7 @@ rank 0 failed.
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -29,12 +30,14 @@ import torch
 from samestep.errors import SnapshotError
 from samestep.snapshot.manifest import NAME, Manifest, StoredPiece, TensorSpec
 from samestep.snapshot.part import Part
-from samestep.snapshot.read import fault, inspect, list_snapshots, remove, step_of
+from samestep.snapshot.read import check, inspect, list_snapshots, remove, step_of
 from samestep.snapshot.state import merge
 from samestep.storage import write_atomically
 
 FIRST_DELAY_SECONDS: Final = 0.005
 LONGEST_DELAY_SECONDS: Final = 0.25
+# errors of a damaged snapshot; with others the file system fails, perhaps only now
+DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
 
 
 class PeerFailedError(SnapshotError):
@@ -238,30 +241,44 @@ class Retention:
     ) -> None:
         self._directory, self._keep_last, self._keep_best = directory, keep_last, keep_best
         self._checked = set(verified)  # this process wrote them or verified their checksums
+        self._unreadable: set[Path] = set()  # now, but perhaps not damaged
 
     def apply(self, written: Path) -> list[Path]:
         """Remove and return old snapshots now that `written` is committed.
 
         Ignores links, and steps after `written`, which belong to another history. Removes earlier
         directories without a manifest. A damaged snapshot does not count towards `keep_last` and
-        `keep_best`, and is removed like a complete one of its age.
+        `keep_best`, and is removed like a complete one of its age. One that cannot be read, because
+        the file system fails, stays.
         """
         self._checked.add(written)
+        self._unreadable.clear()
         paths = [path for path in list_snapshots(self._directory) if not path.is_symlink()]
         steps = {path: step_of(path) or 0 for path in paths}
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
-        scores = {path: inspect(path).score for path in candidates if fault(path, inspect) is None}
+        scores = {path: inspect(path).score for path in candidates if self._is_valid(path, inspect)}
         staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
-        old = [path for path in candidates if path != written and path not in staying]
+        staying |= {written, *self._unreadable}
+        old = [path for path in candidates if path not in staying]
         removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
         for path in removed:
             remove(path)
         return removed
 
     def _is_complete(self, path: Path) -> bool:
-        if path not in self._checked and fault(path) is None:
+        if path not in self._checked and self._is_valid(path, check):
             self._checked.add(path)
         return path in self._checked
+
+    def _is_valid(self, path: Path, examine: Callable[[Path], Manifest]) -> bool:
+        try:
+            examine(path)
+        except SnapshotError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno not in DAMAGE:
+                self._unreadable.add(path)
+            return False
+        return True
 
 
 def choose(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.comm.base import World
+from samestep.config import Config
 from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manifest import NAME
@@ -135,6 +136,7 @@ class _Candidate:
     step: int
     load: Callable[[], Snapshot]
     reject: Callable[..., object]
+    was_committed: bool = False  # in the directory: a run must not start anew beside it
 
 
 def load_newest(
@@ -149,35 +151,68 @@ def load_newest(
     Collective. The snapshot is in a run's directory, in memory or remote. The workers of a host
     check and load it together. Calls `report("snapshot_rejected", path=..., reason=...)` or
     `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
-    `SnapshotError` if there is none, but a remote storage that failed may have one.
+    `SnapshotError` if none can be loaded, but the directory, or a remote storage that failed, has
+    one.
     """
-    candidates: list[_Candidate] = []
-    if in_memory is not None:
-        reject = partial(report, "in_memory_snapshot_rejected")
-        keys = in_memory.find(report)
-        candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
-    loads: dict[str, Callable[[], Snapshot]] = {}
-    if directory is not None:
-        paths = list(map(str, list_snapshots(directory)))
-        paths = world.broadcast_json(paths, "choosing a snapshot")
-        loads = {path: partial(load_together, Path(path), world) for path in paths}
-    if downloads is not None:
-        for name in downloads.names(report):
-            loads[f"{downloads.url}/{name}"] = partial(downloads.load, name)
-    for location, load_it in loads.items():
-        reject = partial(report, "snapshot_rejected", path=location)
-        candidates.append(_Candidate(step_of(Path(location)) or 0, load_it, reject))
-    # of candidates of the same step, the one that loads fastest stays first
-    for candidate in sorted(candidates, key=attrgetter("step"), reverse=True):
+    reason = ""  # why the newest one that was committed cannot be loaded
+    for candidate in _candidates(directory, world, report, in_memory, downloads):
         snapshot, fault = None, ""
         try:
             snapshot = candidate.load()
         except (OSError, SnapshotError) as error:  # the other workers wait for this one's answer
             fault = str(error)
-        faults = world.all_gather_json(fault, "loading a snapshot")
-        if not any(faults):
+        faults = list(filter(None, world.all_gather_json(fault, "loading a snapshot")))
+        if not faults:
             return snapshot
-        candidate.reject(reason=next(filter(None, faults)))
+        candidate.reject(reason=faults[0])
+        if candidate.was_committed:
+            reason = reason or faults[0]
     if downloads is not None:
         downloads.raise_if_unanswered()
+    if reason:
+        raise SnapshotError(
+            f"no snapshot in {directory} can be loaded, not even the newest one: {reason}. Fix the"
+            " cause, or start a new run with resume='never', which moves them aside"
+        )
     return None
+
+
+def _candidates(
+    directory: Path | None,
+    world: World,
+    report: Callable[..., object],
+    in_memory: InMemorySnapshots | None,
+    downloads: Downloads | None,
+) -> list[_Candidate]:
+    """Return the snapshots that may be loaded, the newest first; collective."""
+    found: list[_Candidate] = []
+    if in_memory is not None:
+        reject = partial(report, "in_memory_snapshot_rejected")
+        keys = in_memory.find(report)
+        found = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
+    committed: dict[str, bool] = {}
+    if directory is not None:
+        committed = {str(path): (path / NAME).exists() for path in list_snapshots(directory)}
+        committed = world.broadcast_json(committed, "choosing a snapshot")
+    loads: dict[str, Callable[[], Snapshot]] = {
+        path: partial(load_together, Path(path), world) for path in committed
+    }
+    if downloads is not None:
+        for name in downloads.names(report):
+            loads[f"{downloads.url}/{name}"] = partial(downloads.load, name)
+    for location, load_it in loads.items():
+        reject, step = partial(report, "snapshot_rejected", path=location), step_of(Path(location))
+        found.append(_Candidate(step or 0, load_it, reject, committed.get(location, False)))
+    # of candidates of the same step, the one that loads fastest stays first
+    return sorted(found, key=attrgetter("step"), reverse=True)
+
+
+def last_step_before(config: Config, resumed: Snapshot | None) -> int:
+    """Return up to which step snapshots in `dir` belong to the history that the run continues.
+
+    It is -1 if none do: the run is new, or continues a snapshot in another directory.
+    """
+    if resumed is None or config.dir is None:
+        return -1
+    is_own = resumed.in_memory or resumed.path.resolve().parent == config.dir.resolve()
+    return resumed.step if is_own else -1
