@@ -57,6 +57,7 @@ def conforms(world):
         # these calls need not wait for all workers
         assert world.barriers > before or check in {
             rank_zero_is_copied,
+            parts_go_to_their_ranks,
             bytes_are_transferred,
             workers_of_a_host_wait_for_each_other,
         }

@@ -408,6 +408,15 @@ def test_optimizer_that_is_not_elementwise_cannot_be_sharded(make, words):
     )
 
 
+def test_parameters_that_share_memory_cannot_be_sharded():
+    def body(run):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[1].weight.data = model[0].weight.data
+        run.shard(torch.optim.SGD(run.replicate(model).parameters(), lr=0.1))
+
+    fails_with(ss.errors.OptimizerError, "share memory.*share one parameter", body)
+
+
 def test_optimizer_with_state_cannot_be_sharded():
     def body(run):
         model = nn.Linear(64, 10)

@@ -34,7 +34,9 @@ def train(place, *, shard, failing=range(4), lanes=4):
     torch.manual_seed(0)
     after, caught = [], 0
     with ss.init(lanes=lanes, dir=None, timeout=30) as run:
-        model = run.replicate(nn.Sequential(*(nn.Linear(16, 16) for _ in range(LAYERS))))
+        layers = [nn.Linear(16, 16) for _ in range(LAYERS)]
+        layers[1] = nn.BatchNorm1d(16)
+        model = run.replicate(nn.Sequential(*layers))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         optimizer = run.shard(optimizer) if shard else optimizer
         run.track(model=model, optimizer=optimizer)
@@ -58,7 +60,7 @@ def train(place, *, shard, failing=range(4), lanes=4):
                     caught += 1
             optimizer.step()
             optimizer.zero_grad()
-            after.append([caught, *map(bits, model.parameters())])
+            after.append([caught, *map(bits, model.state_dict().values())])
     return after
 
 
@@ -67,7 +69,7 @@ def train_all():
     return [train(place, shard=shard) for shard in SHARD for place in PLACES]
 
 
-def test_a_call_that_fails_on_all_workers_leaves_gradients_as_they_were():
+def test_a_call_that_fails_on_all_workers_leaves_gradients_and_buffers_as_they_were():
     (expected,) = run_workers(train_all, 1)
     for caught in ([number for number, *_ in steps] for steps in expected):
         assert caught == [1, 2, 3]  # the fault happened

@@ -242,6 +242,39 @@ def test_change_of_a_sharded_optimizer_is_refused(body, workers):
     fails(workers, job(body, sharded=True), ss.errors.OptimizerError, words)
 
 
+def in_closure(body):
+    """Return a body that makes the step, with another body as the closure."""
+
+    def step(run, model, optimizer, batch):
+        optimizer.step(lambda: body(run, model, optimizer, batch))
+        optimizer.zero_grad()
+
+    return step
+
+
+def bias_cleared(run, model, optimizer, batch):
+    run.backward(classify, model, batch)
+    model[1].bias.grad = None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_gradient_that_a_closure_clears_is_not_used(sharded):
+    same(in_closure(bias_cleared), sharded=sharded)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_backward_in_a_closure_outside_of_run_backward_is_refused(sharded, workers):
+    words = "run.backward(loss_fn, model, batch)"
+    fails(workers, job(in_closure(plain_loop), sharded=sharded), ss.errors.OptimizerError, words)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gradient_that_a_closure_gives_to_a_sharded_optimizer_is_refused(workers):
+    words = "to clip, use run.clip_grad_norm"
+    fails(workers, job(in_closure(replaced), sharded=True), ss.errors.OptimizerError, words)
+
+
 def clipped(run, model, optimizer, batch):
     run.backward(classify, model, batch)
     run.clip_grad_norm(model, 0.1)

@@ -193,6 +193,36 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
     assert len(set(empty[: len(empty) // 3])) == 1
 
 
+def test_an_exchange_that_was_not_used_ends_before_the_next_one():
+    """As after a loss that is not finite, in a program that goes on. gloo needs the memory."""
+    hosts = 3
+
+    def body(world):
+        begin, underway = world.begin_all_to_all, []
+
+        def watched(*arguments):
+            end = begin(*arguments)
+            underway.append(end)
+            return lambda: (end(), underway.remove(end))
+
+        world.begin_all_to_all = watched
+        exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], hosts, world)
+        found = []
+        for call in range(4):
+            exchange.put([[torch.full([640], 10.0**call * (world.rank + 1))]])
+            assert not underway
+            world.barrier("exchanging losses")
+            exchange.start()
+            assert underway
+            if call % 2:
+                exchange.sum()
+                (gradient,) = exchange.gather()
+                found.append(gradient.unique().tolist())
+        return found
+
+    assert on_hosts(hosts, hosts, body) == [[[60.0], [6000.0]]] * hosts
+
+
 @given(slices=st.integers(0, 2_000_000), itemsize=st.sampled_from([2, 4, 8]))
 def test_chunks_grow_and_shrink_and_begin_where_vectorized_kernels_do(slices, itemsize):
     sizes = exchange_module.chunks(slices * ALIGNMENT, itemsize)

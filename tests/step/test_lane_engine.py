@@ -395,6 +395,29 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
         assert found == expected
 
 
+def test_workers_that_hold_no_part_of_a_small_layer_wait_as_the_others_do():
+    def body(world):
+        lanes = LaneEngine(world, Config(), 4, [CPU])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 1))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        if world.size > 1:
+            lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.places()))
+        for step in range(3):
+            backward_of_squares(lanes, model, step)
+            backward_of_squares(lanes, model, step + 10)
+            world.all_gather_json(None, "comparing workers")
+            if step:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [bits(parameter) for parameter in model.parameters()]
+
+    (expected,) = in_processes(1, body)
+    assert on_hosts(2, 4, body) == [expected] * 4
+
+
 def test_hosts_with_several_workers_send_gradients_during_backward():
     def body(world, bucket_bytes):
         exchange.BUCKET_BYTES = bucket_bytes

@@ -300,7 +300,6 @@ class Distributed(World):
                 received = dict(enumerate(out.split(list(out_sizes))))
                 received[self.rank].copy_(sent[self.rank])
                 works = self._transfer(sent, received)
-        self.barriers += 1
         return self._end_of(works, what, own, polled=polled)
 
     def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
@@ -321,7 +320,6 @@ class Distributed(World):
             return end
 
         def send(sent: Iterable[Tensor]) -> list[Callable[[], None]]:
-            self.barriers += 1
             return [begin_send(number, own) for number, own in enumerate(sent)]
 
         return send

@@ -52,6 +52,7 @@ class Buffers:
         self._first: list[tuple[list[int], Tensor]] = []  # the same, not yet read
         self._known: set[tuple[int, ...]] = set()  # keys of parameters for which it is known
         self._parameters: Parameters = []  # of the current step
+        self._is_in_step = False
 
     def add(self, module: Module) -> None:
         """Manage the buffers of a module; shared ones are added once."""
@@ -71,7 +72,7 @@ class Buffers:
         The step computes gradients of `parameters`.
         """
         self._written, self._flags, self._by_forward, self._first = {}, [], [], []
-        self._parameters = parameters
+        self._parameters, self._is_in_step = parameters, True
         groups = self._all_groups()
         if groups and self._key() not in self._known:
             self.check()  # before what is lost could be mistaken for this step's
@@ -81,6 +82,15 @@ class Buffers:
             if starts:
                 with self._replicas.on(replica):
                     torch._foreach_copy_(starts, self._detached())
+
+    def restore(self) -> None:
+        """Return to the values at the start of a step that failed."""
+        if self._is_in_step:
+            self._is_in_step = False
+            for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
+                if starts:
+                    with self._replicas.on(replica):
+                        torch._foreach_copy_(self._detached(), starts)
 
     def end_forward(self, lane: int, device: int, copy: Copy) -> None:
         """Note what a lane's forward pass wrote on a GPU; `copy` begins to copy to the host."""
@@ -165,6 +175,7 @@ class Buffers:
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
         """Agree on the buffers that any lane wrote; collective if there are any."""
+        self._is_in_step = False
         if not written or not lanes_with_items:
             return
         averaged = [number for number in written if self._start[number].is_floating_point()]

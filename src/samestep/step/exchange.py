@@ -158,7 +158,7 @@ class Exchange:
         self.converts = False  # the held sums to the parameters' dtype, as they arrive
         self._total: Tensor | None = None
         self._converted: tuple[Tensor, list[Tensor]] | None = None
-        self._summed_at = -1  # the world's number of barriers then
+        self._summed_at = -1  # the world's number of barriers when gradients were last read
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
         # sends on what was exchanged within a machine
@@ -215,6 +215,7 @@ class Exchange:
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy in the gradients of this worker's subtrees; `sum` needs a barrier after this."""
+        self._finish_unused()
         wait_until_free([self])
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
@@ -249,8 +250,15 @@ class Exchange:
 
     def put_and_start(self, own: Sequence[Gradients]) -> None:
         """Do what `put` and `start` do, if it `sends_parts`."""
+        self._finish_unused()
         wait_until_free([self])
         self._started = self._swap(self._copy(own[0]))
+
+    def _finish_unused(self) -> None:
+        """Wait for an exchange that was started by a call that failed; gloo needs its memory."""
+        for part in self._started or ():
+            part.wait()
+        self._started = None
 
     def start(self) -> None:
         """Begin to exchange sums with other hosts; all workers of this one must have called `put`.
@@ -313,7 +321,8 @@ class Exchange:
         if self._end is not None:
             self._end()
         self._end = None
-        self._summed_at = self.world.barriers
+        if not self.swaps:
+            self._summed_at = self.world.barriers
         return self.slices(self._own[0], self.held) if self._total is None else self._total
 
     def sum_parts(self) -> Iterator[Tensor]:
@@ -346,6 +355,8 @@ class Exchange:
         (other,) = self._route.others
         (span,), (other_span,) = self._spans_of(self._route.host), self._spans_of(other)
         own = _add_up(span, self._host_sums(self.held))
+        # nothing is read after this, but workers may call `sum` at different numbers of barriers
+        self._summed_at = self.world.barriers
         out = self.slices(self._own[0], self.held)
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(out, dtype=self.parameters[0].dtype)

@@ -131,15 +131,33 @@ class LaneEngine(LaneContext):
             parameters = [one for flat in shard.flat_buffers for one in flat.exchange.parameters]
         self._tracked.append((optimizer, parameters))
 
-    def before_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
+    def before_optimizer_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Raise `OptimizerError` if the optimizer must not make a step now.
 
-        A gradient of it is not from `run.backward`, or another one is tracked in its place.
+        A gradient of it is not from `run.backward`, or another one is tracked in its place. A
+        closure, which makes the gradients only now, is returned with the same check after it.
         """
         if self._tracked and all(tracked is not optimizer for tracked, _ in self._tracked):
             self._refuse_untracked(optimizer)
         is_sharded = any(shard.optimizer is optimizer for shard in self.shards)
         self.manual.check(optimizer, is_sharded=is_sharded)
+        closure, *others = args[1:] or (kwargs.get("closure"),)
+        if not callable(closure):
+            return None
+
+        def checked() -> object:
+            result = closure()
+            self.manual.check(optimizer, is_sharded=is_sharded)
+            for seal in self.seals:
+                if seal.optimizer is optimizer:
+                    seal.open()
+            return result
+
+        if len(args) > 1:
+            return (args[0], checked, *others), kwargs
+        return args, {**kwargs, "closure": checked}
 
     def _refuse_untracked(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -224,7 +242,8 @@ class LaneEngine(LaneContext):
         """Set `.grad` in `update` to the gradient of the mean loss over the global batch.
 
         `seed` numbers this call in the run. `note` returns JSON that is sent to all workers; it is
-        called when GPUs have completed the steps before. After an error, gradients are as before.
+        called when GPUs have completed the steps before. After an error, gradients and buffers are
+        as before.
         """
         self._calls += 1
         started = time.perf_counter()
@@ -287,10 +306,11 @@ class LaneEngine(LaneContext):
     def _restoring(
         self, parameters: Parameters, earlier: Gradients, overlap: Overlap
     ) -> Iterator[None]:
-        """If the block fails, leave the gradients of earlier calls, and none of this one."""
+        """If the block fails, leave buffers and gradients as before this call."""
         try:
             yield
         except BaseException:
+            self.buffers.restore()
             for parameter, gradient in zip_longest(parameters, earlier):
                 parameter.grad = gradient
             for bucket in overlap.buckets:
