@@ -19,9 +19,10 @@ import samestep as ss
 from samestep.errors import ConfigError
 from samestep.record.events import parse_events
 from samestep.record.files import EventChunk
+from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import Storage
 from samestep.watch.runs import open_views
-from tests.jobs import STEPS, image_job, train
+from tests.jobs import STEPS, image_job, steps_of, train
 from tests.s3 import KEY, SECRET, s3_server
 from tests.watch import transfer
 from tests.watch.relay import relay
@@ -69,7 +70,8 @@ def steps_at(client):
 
 
 def train_until_seen(directory, address):
-    """Train until the page announces the run and draws a step, then kill the first worker."""
+    """Train until the page draws a step and a snapshot was copied, then kill the first worker."""
+    remote = RemoteDirectory(ONE)
     with (
         httpx.Client(base_url=address, trust_env=False, timeout=SECONDS) as client,
         client.stream("GET", "/api/changes") as changes,
@@ -82,6 +84,8 @@ def train_until_seen(directory, address):
                     == 'data: {"ids": ["one"]}'
                 )
                 until(lambda: 3 in steps_at(client))
+                remote.storage.open()
+                until(lambda: any(map(remote.has_manifest, steps_of(2, 4))))
                 os.kill(os.getpid(), signal.SIGKILL)
 
         train(lambda run: job(run, hook), directory, OPTIONS)
