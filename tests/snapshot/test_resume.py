@@ -55,7 +55,7 @@ def test_all_workers_load_the_newest_complete_snapshot(directory, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_run_does_not_start_anew_beside_snapshots_that_cannot_be_loaded(workers, directory):
+def test_a_run_does_not_start_over_beside_snapshots_that_cannot_be_loaded(workers, directory):
     for step in (1, 2, 3):
         flip_byte(next((directory / f"step-0000000{step}").glob("tensors*")), -1)
     (directory / "step-00000004").mkdir()  # never committed

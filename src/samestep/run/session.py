@@ -50,7 +50,7 @@ from samestep.run.progress import Progress
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
-from samestep.snapshot.resume import Downloads, last_step_before, load_from, load_newest
+from samestep.snapshot.resume import Downloads, last_own_step, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
 
 
@@ -110,7 +110,7 @@ class Session:
         self.config = replace(config, lanes=lanes)
         attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
         if is_main and not has_begun:
-            set_later_snapshots_aside(config, resumed, attempt, self.record)
+            set_other_snapshots_aside(config, resumed, attempt, self.record)
         self.lanes = LaneEngine(world, config, lanes, self.devices)
         self._exits.callback(self.lanes.manual.close)
         hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
@@ -360,7 +360,7 @@ def find_snapshot(
     return load_together(Path(config.resume), world)
 
 
-def set_later_snapshots_aside(
+def set_other_snapshots_aside(
     config: Config, resumed: Snapshot | None, attempt: str, record: Record
 ) -> None:
     """Move snapshots of other histories to a separate directory if `resume` names the start.
@@ -369,14 +369,14 @@ def set_later_snapshots_aside(
     """
     if config.dir is None or config.resume == "auto":
         return
-    start = last_step_before(config, resumed)
-    later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
+    start = last_own_step(config, resumed)
+    others = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
     aside = config.dir / f"superseded-{attempt}"
-    for path in later:
+    for path in others:
         aside.mkdir(exist_ok=True)
         path.rename(aside / path.name)
-    if later:
-        names = [path.name for path in later]
+    if others:
+        names = [path.name for path in others]
         record.event("snapshots_set_aside", path=str(aside), snapshots=names)
 
 

@@ -18,7 +18,7 @@ from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.part import Contribution
 from samestep.snapshot.read import Snapshot
-from samestep.snapshot.resume import last_step_before
+from samestep.snapshot.resume import last_own_step
 from samestep.snapshot.state import States
 from samestep.snapshot.write import SnapshotWriter
 from samestep.step.shard import Shard, load_optimizer
@@ -137,7 +137,7 @@ class SnapshotManager:
         self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
         self._warned = self._prepared  # that nothing is tracked
-        start = last_step_before(config, resumed)
+        start = last_own_step(config, resumed)
         self._hooks = PostCommitHooks(config, acts=world.rank == 0, attempt=attempt, start=start)
         self._writer: SnapshotWriter | None = None
         if config.dir is not None:

@@ -136,7 +136,7 @@ class _Candidate:
     step: int
     load: Callable[[], Snapshot]
     reject: Callable[..., object]
-    was_committed: bool = False  # in the directory: a run must not start anew beside it
+    was_committed: bool = False  # in the directory: a run must not start over beside it
 
 
 def load_newest(
@@ -207,7 +207,7 @@ def _candidates(
     return sorted(found, key=attrgetter("step"), reverse=True)
 
 
-def last_step_before(config: Config, resumed: Snapshot | None) -> int:
+def last_own_step(config: Config, resumed: Snapshot | None) -> int:
     """Return up to which step snapshots in `dir` belong to the history that the run continues.
 
     It is -1 if none do: the run is new, or continues a snapshot in another directory.

@@ -571,12 +571,12 @@ def choose_across(parameters: Parameters, world: World, round_to: torch.dtype | 
     return "host" if fits and (hosts == 2 or round_to is not None) else "world"
 
 
-def _extent(parameter: Tensor) -> tuple[str, int, int]:
-    """Return the device, and the addresses of the first byte and after the last one."""
+def _extent(parameter: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte and after the last one."""
     pairs = zip(parameter.shape, parameter.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in pairs)
     start = parameter.data_ptr()
-    return str(parameter.device), start, start + (last + 1) * parameter.element_size()
+    return start, start + (last + 1) * parameter.element_size()
 
 
 def check_shardable(optimizer: optim.Optimizer) -> None:
@@ -593,16 +593,15 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             " run.track"
         )
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    extents = sorted(_extent(one) for one in parameters if one.numel())
-    pairs = pairwise(extents)
-    if any(left[0] == right[0] and right[1] < left[2] for left, right in pairs):
-        raise OptimizerError(
-            f"{name} has parameters that share memory, which run.shard would separate; to tie them,"
-            " let modules share one parameter, as in decoder.weight = encoder.weight"
-        )
     devices = {str(one.device) for one in parameters}
     if len(devices) > 1:
         raise OptimizerError(
             f"{name} must have parameters on one device, got {', '.join(sorted(devices))};"
             " replicate the model first"
+        )
+    extents = sorted(_extent(one) for one in parameters if one.numel())
+    if any(start < end for (_, end), (start, _) in pairwise(extents)):
+        raise OptimizerError(
+            f"{name} has parameters that share memory, which run.shard would separate; to tie them,"
+            " let modules share one parameter, as in decoder.weight = encoder.weight"
         )
