@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import accumulate
 
 import pytest
@@ -416,6 +417,33 @@ def test_workers_that_hold_no_part_of_a_small_layer_wait_as_the_others_do():
 
     (expected,) = in_processes(1, body)
     assert on_hosts(2, 4, body) == [expected] * 4
+
+
+def test_a_worker_waits_until_a_slower_one_of_its_host_has_read_its_gradients():
+    def body(world):
+        lanes = LaneEngine(world, Config(), 4, [CPU])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 1))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        delays = []
+        if world.size > 1:
+            lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.places()))
+            add_up = exchange._add_up
+
+            def slow(span, known):
+                delays.append(time.sleep(0.5 if world.rank == 0 else 0))
+                return add_up(span, known)
+
+            exchange._add_up = slow  # in a process of its own
+        for step in range(2):
+            backward_of_squares(lanes, model, step)
+        optimizer.step()
+        return bool(delays), [bits(parameter) for parameter in model.parameters()]
+
+    ((_, expected),) = in_processes(1, body)
+    assert on_hosts(2, 4, body) == [(True, expected)] * 4
 
 
 def test_hosts_with_several_workers_send_gradients_during_backward():
