@@ -314,7 +314,7 @@ def swapped(world, elements):
     world.barrier("sending other messages in between")
     ends = [send([values(world.rank, 3 * n + m) for m in range(3)]) for n, send in enumerate(sends)]
     for end in reversed([*ends[0], *ends[1]]):
-        end()
+        end.wait()
     for n, some in enumerate(received):
         for m, one in enumerate(some):
             assert torch.equal(one, values(partner, 3 * n + m))
@@ -347,7 +347,7 @@ def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
         messages = []
         for end in begin([tensor] * 2):
             with pytest.raises(WorldError) as caught:
-                end()
+                end.wait()
             messages.append(str(caught.value))
         world.close()
         return time.monotonic() - started, messages
@@ -375,7 +375,7 @@ def test_the_timeout_of_a_swap_counts_from_its_first_message():
         (end,) = begin([tensor])
         time.sleep(2)  # counts towards the timeout
         with pytest.raises(HangError, match="swapping"):
-            end()
+            end.wait()
         noticed.set()
         return "noticed"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from samestep.comm.base import Alone
+from samestep.comm.base import Alone, Arrival
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
@@ -282,7 +282,7 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
     earlier = [4, 3, 2, 1, 0] * (each - 1)
     # hosts with several sums send the total on, after backward
     more = ["exchange"] * (3 if each == 3 else 0)
-    assert first == [*earlier, 4, "exchange", 3, 2, "exchange", 1, 0, "exchange", *more] * 2
+    assert first == [*earlier, 4, 3, "exchange", 2, 1, "exchange", 0, "exchange", *more] * 2
     earlier = [3, 2, 1, 0] * (each - 1)
     assert second == [*earlier, 3, 2, 1, 0, "exchange", "exchange", "exchange", *more] * 2
     (_, expected), _ = in_processes(2, body, limit)
@@ -369,15 +369,24 @@ def updated(world, kind, options, exchange_dtype):
     return [bits(parameter) for parameter in model.parameters()], scalars
 
 
+@pytest.mark.parametrize("have_arrived", [False, True])
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
 def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
-    exchange_dtype, workers, monkeypatch
+    exchange_dtype, workers, have_arrived, monkeypatch
 ):
+    """Those that have arrived meanwhile are updated together."""
     monkeypatch.setattr(exchange, "CHUNK_BYTES", 1024)
 
     def body(world):
         counts = []
+        begin_swap = world.begin_swap
+
+        def swap(*arguments):
+            send = begin_swap(*arguments)
+            return lambda sent: [Arrival(one.wait, lambda: have_arrived) for one in send(sent)]
+
+        world.begin_swap = swap
         if world.size > 1:  # in a process of its own
             exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1  # one parameter per bucket
             count_parts(counts)
@@ -392,7 +401,7 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
         sizes = exchange.chunks(held, 2 if exchange_dtype else 4)
         parts = sum(start < elements for start in accumulate(sizes[:-1], initial=0))
         assert parts > 1
-        assert counts == [parts] * (2 * with_state + adagrads)
+        assert counts == [1 if have_arrived else parts] * (2 * with_state + adagrads)
         assert found == expected
 
 

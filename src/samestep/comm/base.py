@@ -12,7 +12,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,17 @@ MAC_BYTES = 32
 MAX_WHAT = 200  # characters of another worker's call that an error quotes
 
 Sizes = Sequence[int]
-# begins to send tensors, and returns a call for each that completes its swap
-Send = Callable[[Iterable[Tensor]], list[Callable[[], None]]]
 Value = TypeVar("Value")
+
+
+class Arrival(NamedTuple):
+    """A call that completes a swap of two tensors, and one that says whether it need not wait."""
+
+    wait: Callable[[], None]
+    is_there: Callable[[], bool] = lambda: False
+
+
+Send = Callable[[Iterable[Tensor]], list[Arrival]]
 
 
 class World(ABC):
@@ -122,15 +130,15 @@ class World(ABC):
     def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
         """Begin to receive 1-D CPU tensors from a worker that also begins a swap with this one.
 
-        Returns a call that begins to send it others of the same sizes. That call returns one call
-        for each pair, which completes it; a tensor must stay as it is until then. Both workers send
-        in the same order.
+        Returns a call that begins to send it others of the same sizes. That call returns what
+        completes each pair; a tensor must stay as it is until then. Both workers send in the same
+        order.
         """
         sizes = [[len(one) * (rank == partner) for rank in range(self.size)] for one in received]
 
-        def send(sent: Iterable[Tensor]) -> list[Callable[[], None]]:
+        def send(sent: Iterable[Tensor]) -> list[Arrival]:
             return [
-                self.begin_all_to_all(out, counts, own, counts, what)
+                Arrival(self.begin_all_to_all(out, counts, own, counts, what))
                 for out, counts, own in zip(received, sizes, sent, strict=True)
             ]
 

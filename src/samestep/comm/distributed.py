@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.cluster import gloo_address
-from samestep.comm.base import Send, Sizes, World
+from samestep.comm.base import Arrival, Send, Sizes, World
 from samestep.comm.channel import Channel, Listener, connect
 from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
@@ -310,17 +310,17 @@ class Distributed(World):
         tag = self._next_tag()
         arriving = [channel.receive((tag, number), one) for number, one in enumerate(received)]
 
-        def begin_send(number: int, own: Tensor) -> Callable[[], None]:
-            sending = channel.send((tag, number), own)
+        def begin_send(number: int, own: Tensor) -> Arrival:
+            results = channel.send((tag, number), own), arriving[number]
 
             def end() -> None:
                 with self._waiting(what):
-                    for result in (sending, arriving[number]):
+                    for result in results:
                         channel.wait(result, self._timeout_seconds)
 
-            return end
+            return Arrival(end, lambda: all(result.done() for result in results))
 
-        def send(sent: Iterable[Tensor]) -> list[Callable[[], None]]:
+        def send(sent: Iterable[Tensor]) -> list[Arrival]:
             return [begin_send(number, own) for number, own in enumerate(sent)]
 
         return send

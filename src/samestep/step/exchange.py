@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from sys import getrefcount
 from typing import Final, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from samestep.comm.base import Send, World
+from samestep.comm.base import Arrival, Send, World
 from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_dtype
 from samestep.step.layout import (
     ALIGNMENT,
@@ -42,6 +43,7 @@ Across = Literal["host", "world"]
 BUCKETS: Final = 8
 LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
+SMALL_SHARE: Final = 4  # a bucket with less than this part of the limit takes a larger parameter
 # Sums of two hosts that are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
 MOST_CHUNK_BYTES: Final = 16 << 20
@@ -57,9 +59,9 @@ def buckets(
     """Group parameters by dtype, in buckets of limited size unless a parameter is larger.
 
     The limit is an eighth of what is exchanged, in `round_to`, from 1 to 8 MiB of it. Buckets take
-    parameters in the order of `places`, by id, because autograd completes neighbors together, and
-    keep the given order inside. On a single host there is one bucket per dtype: early exchanges
-    gain nothing while all cores compute.
+    parameters in the order of `places`, by id, from the last one, because autograd completes
+    neighbors together, and keep the given order inside. On a single host there is one bucket per
+    dtype: early exchanges gain nothing while all cores compute.
     """
     if places is not None and len(world.hosts) > 1:
         given = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -68,19 +70,21 @@ def buckets(
         return [sorted(some, key=lambda one: given[id(one)]) for some in by_place]
     sizes = [one.numel() * sum_dtype(one.dtype, round_to).itemsize for one in parameters]
     most = min(max(sum(sizes) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+    pairs = [*zip(parameters, sizes, strict=True)]
     groups: list[list[Parameter]] = []
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        groups.append([])
+    for dtype in reversed(dict.fromkeys(parameter.dtype for parameter in parameters)):
+        group: list[Parameter] = []
         total = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
+        for parameter, size in reversed(pairs):
             if parameter.dtype != dtype:
                 continue
-            if groups[-1] and total + size > most and len(world.hosts) > 1:
-                groups.append([])
-                total = 0
-            groups[-1].append(parameter)
+            is_full = total + size > most and total >= most // SMALL_SHARE
+            if not group or (is_full and len(world.hosts) > 1):
+                group, total = [], 0
+                groups.append(group)
+            group.append(parameter)
             total += size
-    return groups
+    return [group[::-1] for group in reversed(groups)]
 
 
 def chunks(elements: int, itemsize: int) -> list[int]:
@@ -94,6 +98,8 @@ def chunks(elements: int, itemsize: int) -> list[int]:
     while elements:
         half = elements // 2 // ALIGNMENT * ALIGNMENT
         size = min(max(min(size, half), least), elements)
+        if elements - size < least // 2:
+            size = elements  # no small rest
         sizes.append(size)
         elements -= size
         size = min(2 * size, MOST_CHUNK_BYTES // itemsize)
@@ -101,15 +107,25 @@ def chunks(elements: int, itemsize: int) -> list[int]:
 
 
 class PartialSums(NamedTuple):
-    """A part of an exchange: after `wait`, `known` holds sums by span, which add up to `out`.
+    """An exchange under way: `known` has sums by span, which add up to `out`.
 
-    `converted` gets them in the parameters' dtype, if that is another one.
+    They are there up to the end of each of `arrivals`, in elements. `converted` gets the total in
+    the parameters' dtype, if that is another one.
     """
 
-    known: dict[Span, Tensor]
+    known: Mapping[Span, Tensor]
     out: Tensor
-    wait: Callable[[], None]
+    arrivals: Sequence[tuple[int, Arrival]]
     converted: Tensor | None = None
+
+    def parts(self) -> Iterator[slice]:
+        """Yield adjacent parts once they are there; several that have arrived meanwhile are one."""
+        start = 0
+        for number, (end, arrival) in enumerate(self.arrivals, start=1):
+            arrival.wait()
+            if not any(later.is_there() for _, later in self.arrivals[number : number + 1]):
+                yield slice(start, end)
+                start = end
 
 
 class Exchange:
@@ -165,11 +181,13 @@ class Exchange:
         self._nearby: Callable[[], PartialSums] | None = None
         self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
         # of an exchange whose parts are not added yet
-        self._started: list[PartialSums] | None = None
+        self._started: PartialSums | None = None
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
         hosts = [route.host, *route.others]
         self.swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
+        if self.swaps:
+            self._received = torch.empty_like(self.slices(self._own[0], self.held))
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -256,8 +274,8 @@ class Exchange:
 
     def _finish_unused(self) -> None:
         """Wait for an exchange that was started by a call that failed; gloo needs its memory."""
-        for part in self._started or ():
-            part.wait()
+        for _ in self._started.parts() if self._started is not None else ():
+            pass
         self._started = None
 
     def start(self) -> None:
@@ -272,15 +290,16 @@ class Exchange:
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
             sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
-            self._started = [self._send_to_owners(self._route, sums)]
+            self._started = self._send_to_owners(self._route, sums)
         else:
-            known = self._host_sums(self.held)
-            self._started = [PartialSums(known, self.slices(self._own[0], self.held), lambda: None)]
+            out = self.slices(self._own[0], self.held)
+            arrivals = [(len(out), Arrival(lambda: None))]
+            self._started = PartialSums(self._host_sums(self.held), out, arrivals)
 
     def start_between_machines(self) -> None:
         """Send on what was exchanged within this machine, if only that was started."""
         if self._nearby is not None:
-            self._started, self._nearby = [self._nearby()], None
+            self._started, self._nearby = self._nearby(), None
 
     @property
     def sends_on(self) -> bool:
@@ -292,19 +311,20 @@ class Exchange:
         for _ in self._add_parts():
             pass
 
-    def _add_parts(self) -> Iterator[PartialSums]:
-        """Do what `add` does, and yield each part when it is added."""
+    def _add_parts(self) -> Iterator[Tensor]:
+        """Do what `add` does, and yield adjacent parts when they are added."""
         if self._started is None and self._nearby is None:
             self.start()
         self.start_between_machines()
-        for part in self._started or ():
-            part.wait()
-            if (0, self._lanes) not in part.known:
-                left, right = (_add_up(half, part.known) for half in halves((0, self._lanes)))
-                torch.add(left, right, out=part.out)
-            if part.converted is not None:
-                part.converted.copy_(part.out)
-            yield part
+        started = self._started
+        assert started is not None  # noqa: S101  one of the two has set it
+        for part in started.parts():
+            out = started.out[part]
+            if (0, self._lanes) not in started.known:
+                known = {span: flat[part] for span, flat in started.known.items()}
+                left, right = (_add_up(half, known) for half in halves((0, self._lanes)))
+                torch.add(left, right, out=out)
+            yield out if started.converted is None else started.converted[part].copy_(out)
         self._started = None
         if self.sends_on:
             self._end = self._fetch(self._own[0], "exchanging gradients")
@@ -327,8 +347,7 @@ class Exchange:
 
     def sum_parts(self) -> Iterator[Tensor]:
         """Yield adjacent parts of what `sum` returns, as they arrive, instead of calling it."""
-        for part in self._add_parts():
-            yield part.out if part.converted is None else part.converted
+        yield from self._add_parts()
         self.sum()
 
     def _host_sums(self, numbers: range) -> dict[Span, Tensor]:
@@ -341,11 +360,11 @@ class Exchange:
 
     def _begin_swap(self) -> tuple[Tensor, Send]:
         (partner,) = self._route.partners
-        received = torch.empty_like(self.slices(self._own[0], self.held))
+        received = self._received
         parts = received.split(chunks(len(received), received.element_size()))
         return received, self.world.begin_swap(partner, parts, "exchanging gradients")
 
-    def _swap(self, copying: Iterator[int]) -> list[PartialSums]:
+    def _swap(self, copying: Iterator[int]) -> PartialSums:
         """Send the sum of this host to the other one, in parts that are added as they arrive.
 
         Parts wait for `copying`, which yields how many elements of flat storage are there.
@@ -361,14 +380,8 @@ class Exchange:
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(out, dtype=self.parameters[0].dtype)
         sizes = chunks(len(own), own.element_size())
-        flats = [own, received, out, out if self._total is None else self._total]
-        sent, arriving, *outs = (flat.split(sizes) for flat in flats)
-        waits = send(_as_copied(sent, copying))
-        parts = []
-        for one, other_one, out, total, wait in zip(sent, arriving, *outs, waits, strict=True):
-            converted = None if self._total is None else total
-            parts.append(PartialSums({span: one, other_span: other_one}, out, wait, converted))
-        return parts
+        arrivals = zip(accumulate(sizes), send(_as_copied(own.split(sizes), copying)), strict=True)
+        return PartialSums({span: own, other_span: received}, out, [*arrivals], self._total)
 
     def _copy(self, gradients: Gradients) -> Iterator[int]:
         """Copy in gradients; yield how many elements of flat storage are there."""
@@ -448,7 +461,7 @@ class Exchange:
         )
         slices = range(self.own_number, self.own_number + 1)
         known = {**sums[rank], **dict(zip(spans, out, strict=True))}
-        return PartialSums(known, self.slices(self._own[0], slices), wait)
+        return PartialSums(known, self.slices(self._own[0], slices), [(size, Arrival(wait))])
 
     def _spans_of(self, host: range) -> list[Span]:
         lanes = [lanes_of(rank, self.world.size, self._lanes) for rank in (host[0], host[-1])]
