@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
 from sys import getrefcount
 from typing import Final, Literal, NamedTuple
 
@@ -106,26 +105,24 @@ def chunks(elements: int, itemsize: int) -> list[int]:
     return sizes
 
 
-class PartialSums(NamedTuple):
-    """An exchange under way: `known` has sums by span, which add up to `out`.
+class Run(NamedTuple):
+    """Neighbors in flat storage that are sent from `start` in parts of `sizes`, in elements.
 
-    They are there up to the end of each of `arrivals`, in elements. `converted` gets the total in
-    the parameters' dtype, if that is another one.
+    They are one large parameter, up to a rest that follows with the next ones, or small ones.
     """
+
+    parameters: slice
+    start: int
+    sizes: list[int]
+    is_large: bool
+
+
+class PartialSums(NamedTuple):
+    """A part of an exchange: once it is there, `known` has sums by span, which add up to `out`."""
 
     known: Mapping[Span, Tensor]
     out: Tensor
-    arrivals: Sequence[tuple[int, Arrival]]
-    converted: Tensor | None = None
-
-    def parts(self) -> Iterator[slice]:
-        """Yield adjacent parts once they are there; several that have arrived meanwhile are one."""
-        start = 0
-        for number, (end, arrival) in enumerate(self.arrivals, start=1):
-            arrival.wait()
-            if not any(later.is_there() for _, later in self.arrivals[number : number + 1]):
-                yield slice(start, end)
-                start = end
+    arrival: Arrival
 
 
 class Exchange:
@@ -179,15 +176,17 @@ class Exchange:
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
         # sends on what was exchanged within a machine
         self._nearby: Callable[[], PartialSums] | None = None
-        self._swapping: tuple[Tensor, Send] | None = None  # what arrives, and a call that sends
+        self._send: Send | None = None  # if what the other host sends is expected
         # of an exchange whose parts are not added yet
-        self._started: PartialSums | None = None
+        self._started: list[PartialSums] | None = None
         self._end: Callable[[], None] | None = None  # completes the sums that are held
         # two hosts with one sum each need no owners
         hosts = [route.host, *route.others]
         self.swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
         if self.swaps:
             self._received = torch.empty_like(self.slices(self._own[0], self.held))
+            self._runs = [*self._cut()]
+            self._arriving = self._received.split([n for run in self._runs for n in run.sizes])
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -253,29 +252,30 @@ class Exchange:
         What arrives before this call stays in the kernel's buffer, and the sender waits once that
         is full.
         """
-        if self.swaps:
-            self._swapping = self._swapping or self._begin_swap()
+        if self.swaps and self._send is None:
+            (partner,) = self._route.partners
+            self._send = self.world.begin_swap(partner, self._arriving, "exchanging gradients")
 
     @property
     def has_parts(self) -> bool:
         """Whether sums arrive in several parts, which `sum_parts` yields."""
-        return self.swaps and self.slices(self._own[0], self.held).nbytes > CHUNK_BYTES
+        return self.swaps and len(self._arriving) > 1
 
     @property
     def sends_parts(self) -> bool:
-        """Whether `put_and_start` sends the first gradients before it has copied the last ones."""
+        """Whether `put_and_start` sends gradients without a copy, or before it has copied all."""
         return self.has_parts and len(self._route.host) == 1
 
     def put_and_start(self, own: Sequence[Gradients]) -> None:
-        """Do what `put` and `start` do, if it `sends_parts`."""
+        """Do what `put` and `start` do, if it `sends_parts`; gradients must stay as they are."""
         self._finish_unused()
         wait_until_free([self])
-        self._started = self._swap(self._copy(own[0]))
+        self._started = self._swap(self._put_in_parts(own[0]))
 
     def _finish_unused(self) -> None:
         """Wait for an exchange that was started by a call that failed; gloo needs its memory."""
-        for _ in self._started.parts() if self._started is not None else ():
-            pass
+        for part in self._started or ():
+            part.arrival.wait()
         self._started = None
 
     def start(self) -> None:
@@ -286,20 +286,22 @@ class Exchange:
         if self._machine is not None:
             self._nearby = self._send_nearby(self._machine)
         elif self.swaps:
-            self._started = self._swap(iter(()))
+            own = self._sums[0][0]  # where the sums of this host are added up
+            self._started = self._swap(
+                self.slices(own, self.held).split([*map(len, self._arriving)])
+            )
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
             sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
-            self._started = self._send_to_owners(self._route, sums)
+            self._started = [self._send_to_owners(self._route, sums)]
         else:
-            out = self.slices(self._own[0], self.held)
-            arrivals = [(len(out), Arrival(lambda: None))]
-            self._started = PartialSums(self._host_sums(self.held), out, arrivals)
+            known = self._host_sums(self.held)
+            self._started = [PartialSums(known, self._out, Arrival(lambda: None))]
 
     def start_between_machines(self) -> None:
         """Send on what was exchanged within this machine, if only that was started."""
         if self._nearby is not None:
-            self._started, self._nearby = self._nearby(), None
+            self._started, self._nearby = [self._nearby()], None
 
     @property
     def sends_on(self) -> bool:
@@ -311,20 +313,32 @@ class Exchange:
         for _ in self._add_parts():
             pass
 
+    @property
+    def _out(self) -> Tensor:
+        """The slices that this worker holds of the sum over all lanes.
+
+        They take the place of what has arrived if this worker alone needs them.
+        """
+        is_own = self.swaps and self.converts
+        return self._received if is_own else self.slices(self._own[0], self.held)
+
     def _add_parts(self) -> Iterator[Tensor]:
-        """Do what `add` does, and yield adjacent parts when they are added."""
+        """Do what `add` does; if it `has_parts`, yield those that have arrived, in order."""
         if self._started is None and self._nearby is None:
             self.start()
         self.start_between_machines()
-        started = self._started
-        assert started is not None  # noqa: S101  one of the two has set it
-        for part in started.parts():
-            out = started.out[part]
-            if (0, self._lanes) not in started.known:
-                known = {span: flat[part] for span, flat in started.known.items()}
-                left, right = (_add_up(half, known) for half in halves((0, self._lanes)))
-                torch.add(left, right, out=out)
-            yield out if started.converted is None else started.converted[part].copy_(out)
+        started, out = self._started or [], self._out
+        start = end = 0
+        for number, part in enumerate(started, start=1):
+            part.arrival.wait()
+            if (0, self._lanes) not in part.known:
+                left, right = (_add_up(half, part.known) for half in halves((0, self._lanes)))
+                torch.add(left, right, out=part.out)
+            end += len(part.out)
+            if number == len(started) or not started[number].arrival.is_there():
+                own = slice(start, end)
+                yield out[own] if self._total is None else self._total[own].copy_(out[own])
+                start = end
         self._started = None
         if self.sends_on:
             self._end = self._fetch(self._own[0], "exchanging gradients")
@@ -343,7 +357,7 @@ class Exchange:
         self._end = None
         if not self.swaps:
             self._summed_at = self.world.barriers
-        return self.slices(self._own[0], self.held) if self._total is None else self._total
+        return self._out if self._total is None else self._total
 
     def sum_parts(self) -> Iterator[Tensor]:
         """Yield adjacent parts of what `sum` returns, as they arrive, instead of calling it."""
@@ -358,46 +372,69 @@ class Exchange:
             for span, flat in zip(spans, flats, strict=False)
         }
 
-    def _begin_swap(self) -> tuple[Tensor, Send]:
-        (partner,) = self._route.partners
-        received = self._received
-        parts = received.split(chunks(len(received), received.element_size()))
-        return received, self.world.begin_swap(partner, parts, "exchanging gradients")
+    def _cut(self) -> Iterator[Run]:
+        """Cut flat storage into runs; a host with several workers sends one, their sum."""
+        first = start = 0
+        if len(self._route.host) == 1:
+            pairs = zip(self.layout.sizes, self.layout.offsets, strict=False)
+            for number, (size, offset) in enumerate(pairs):
+                whole = size // ALIGNMENT * ALIGNMENT
+                if whole * self.dtype.itemsize >= CHUNK_BYTES:
+                    yield self._run(slice(first, number), start, offset)
+                    sizes = chunks(whole, self.dtype.itemsize)
+                    yield Run(slice(number, number + 1), offset, sizes, is_large=True)
+                    first, start = number + 1, offset + whole
+        yield self._run(slice(first, None), start, len(self._received))
 
-    def _swap(self, copying: Iterator[int]) -> PartialSums:
-        """Send the sum of this host to the other one, in parts that are added as they arrive.
+    def _run(self, parameters: slice, start: int, stop: int) -> Run:
+        sizes = chunks(stop - start, self.dtype.itemsize)
+        return Run(parameters, start, sizes, is_large=False)
 
-        Parts wait for `copying`, which yields how many elements of flat storage are there.
-        """
-        received, send = self._swapping or self._begin_swap()
-        self._swapping = None
+    def _swap(self, parts: Iterable[Tensor]) -> list[PartialSums]:
+        """Send parts of this host's sum to the other one, to be added as its own arrive."""
+        self.receive()
+        send, self._send = self._send, None
+        assert send is not None  # noqa: S101  what `receive` is for
         (other,) = self._route.others
         (span,), (other_span,) = self._spans_of(self._route.host), self._spans_of(other)
-        own = _add_up(span, self._host_sums(self.held))
+        _add_up(span, self._host_sums(self.held))
         # nothing is read after this, but workers may call `sum` at different numbers of barriers
         self._summed_at = self.world.barriers
-        out = self.slices(self._own[0], self.held)
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
-            self._total = torch.empty_like(out, dtype=self.parameters[0].dtype)
-        sizes = chunks(len(own), own.element_size())
-        arrivals = zip(accumulate(sizes), send(_as_copied(own.split(sizes), copying)), strict=True)
-        return PartialSums({span: own, other_span: received}, out, [*arrivals], self._total)
+            self._total = torch.empty_like(self._received, dtype=self.parameters[0].dtype)
+        sent: list[Tensor] = []
 
-    def _copy(self, gradients: Gradients) -> Iterator[int]:
-        """Copy in gradients; yield how many elements of flat storage are there."""
-        offsets = self.layout.offsets
-        for view, gradient, start in zip(self.own_views[0], gradients, offsets, strict=False):
-            elements = view.numel()
-            if gradient is None or gradient.stride() != view.stride():
-                copy_gradients([view], [gradient])
-            else:
-                flats = (one.as_strided((elements,), (1,)) for one in (view, gradient))
-                sizes, copied = chunks(elements, self.dtype.itemsize), start
-                for target, part in zip(*(flat.split(sizes) for flat in flats), strict=True):
-                    target.copy_(part)
-                    copied += len(part)
-                    yield copied
-            yield start + elements
+        def kept() -> Iterator[Tensor]:
+            for part in parts:
+                sent.append(part)
+                yield part
+
+        arrivals = send(kept())
+        outs = self._out.split([*map(len, sent)])
+        return [
+            PartialSums({span: one, other_span: other_one}, out, arrival)
+            for one, other_one, out, arrival in zip(
+                sent, self._arriving, outs, arrivals, strict=True
+            )
+        ]
+
+    def _put_in_parts(self, gradients: Gradients) -> Iterator[Tensor]:
+        """Yield parts to send: large gradients as they are, others once they are copied in."""
+        for run in self._runs:
+            stop = run.start + sum(run.sizes)
+            parts = self._own[0][run.start : stop].split(run.sizes)
+            views, some = self.own_views[0][run.parameters], gradients[run.parameters]
+            gradient = some[0] if run.is_large else None
+            if gradient is None or gradient.stride() != views[0].stride():
+                copy_gradients(views, some)
+                yield from parts
+                continue
+            own, values = (one.as_strided((one.numel(),), (1,)) for one in (views[0], gradient))
+            whole = stop - run.start
+            own[whole:].copy_(values[whole:])
+            for part, of_gradient in zip(parts, values[:whole].split(run.sizes), strict=True):
+                is_same = of_gradient.dtype == part.dtype
+                yield of_gradient if is_same else part.copy_(of_gradient)
 
     def _send_nearby(self, machine: Route) -> Callable[[], PartialSums]:
         """Begin to send the workers of this machine what they add up.
@@ -461,7 +498,7 @@ class Exchange:
         )
         slices = range(self.own_number, self.own_number + 1)
         known = {**sums[rank], **dict(zip(spans, out, strict=True))}
-        return PartialSums(known, self.slices(self._own[0], slices), [(size, Arrival(wait))])
+        return PartialSums(known, self.slices(self._own[0], slices), Arrival(wait))
 
     def _spans_of(self, host: range) -> list[Span]:
         lanes = [lanes_of(rank, self.world.size, self._lanes) for rank in (host[0], host[-1])]
@@ -585,16 +622,6 @@ class Route:
         by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
         ranks = [rank for _, rank in by_number]
         self.numbers = [ranks.index(rank) for rank in range(len(ranks))]
-
-
-def _as_copied(parts: Iterable[Tensor], copying: Iterator[int]) -> Iterator[Tensor]:
-    """Yield parts of flat storage in order, each when its gradients are there."""
-    copied = end = 0
-    for part in parts:
-        end += len(part)
-        while copied < end:
-            copied = next(copying, end)
-        yield part
 
 
 def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
