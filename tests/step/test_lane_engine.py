@@ -289,6 +289,41 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
     assert whole == expected
 
 
+def test_gradients_may_arrive_in_another_order_in_later_steps():
+    """As soon as the order is known, not every gradient is watched."""
+    orders = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 2, 3], [0, 1, 2], [2, 0, 2, 1], [0, 1, 2, 3]]
+
+    def body(world):
+        exchange.BUCKET_BYTES = 2 * 9 * 8 * 4 + 1  # two layers
+        lanes = LaneEngine(world, Config(), 2, [CPU])
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        sent, found = [], []
+        model[0].weight.register_hook(lambda _: sent.append(0))
+        log_sends(world, sent)
+        for layers in orders:
+            samples = [torch.full((3, 8), lane + 1.0) for lane in lanes.own]
+
+            def loss_fn(model, batch, layers=layers):
+                return nn.Sequential(*(model[n] for n in layers))(batch).square().mean()
+
+            batch = Batch(0, lanes.own, [3] * lanes.lanes, iter(samples))
+            lanes.backward(LossSpec(loss_fn, model), batch, model, (0, 0), dict)
+            found.append(
+                [None if one.grad is None else bits(one.grad) for one in model.parameters()]
+            )
+            model.zero_grad()
+        return sent, found
+
+    ((_, expected),) = in_processes(1, body)
+    for sent, found in on_hosts(2, 2, body):
+        assert found == expected
+        assert sent[:3] == sent[-3:] == ["exchange", 0, "exchange"]
+        assert sent.count("exchange") == 2 * len(orders)
+
+
 def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
     """With weight decay for matrices only, the group of biases is complete at the end."""
 

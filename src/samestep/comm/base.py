@@ -72,12 +72,12 @@ class World(ABC):
         """This worker's status, which a watchdog may publish to the others."""
         return WorkerStatus()
 
-    @property
+    @cached_property
     def host(self) -> range:
         """The ranks that see this worker's memory, including its own."""
         return next(host for host in self.hosts if self.rank in host)
 
-    @property
+    @cached_property
     def shares_memory(self) -> bool:
         """Whether any workers share memory, on any host: the same value on all workers."""
         return any(len(host) > 1 for host in self.hosts)

@@ -184,6 +184,7 @@ class Exchange:
         hosts = [route.host, *route.others]
         self.swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
         if self.swaps:
+            self._pair = [self._spans_of(host)[0] for host in hosts]
             self._received = torch.empty_like(self.slices(self._own[0], self.held))
             self._runs = [*self._cut()]
             self._arriving = self._received.split([n for run in self._runs for n in run.sizes])
@@ -395,8 +396,7 @@ class Exchange:
         self.receive()
         send, self._send = self._send, None
         assert send is not None  # noqa: S101  what `receive` is for
-        (other,) = self._route.others
-        (span,), (other_span,) = self._spans_of(self._route.host), self._spans_of(other)
+        span, other_span = self._pair
         _add_up(span, self._host_sums(self.held))
         # nothing is read after this, but workers may call `sum` at different numbers of barriers
         self._summed_at = self.world.barriers

@@ -164,6 +164,7 @@ class ManualGradients:
         self._found: dict[int, Tensor] = {}
         self._in_lane = self._in_backward = False
         self._lane_called_backward = False
+        self._has_nested = False
         self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
 
     def watch(self, module: Module) -> None:
@@ -200,6 +201,7 @@ class ManualGradients:
         """Note which watched parameters get gradients in this block, except from `run.backward`."""
         if self._in_backward:
             self._depth += 1
+            self._has_nested |= self._depth > 1
             try:
                 yield
             finally:
@@ -226,9 +228,9 @@ class ManualGradients:
                 if parameter.grad is not None and bool(parameter.grad.any())
             }
 
-    def is_nested(self) -> bool:
-        """Return whether a function of a lane's graph runs a backward pass of its own."""
-        return self._depth > 1
+    def has_nested(self) -> bool:
+        """Return whether a function of this lane's graph has begun a backward pass of its own."""
+        return self._has_nested
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
@@ -247,7 +249,7 @@ class ManualGradients:
         """
         if self._lane_called_backward:
             self._refuse_gradients(parameters, lane)
-        self._in_backward = True
+        self._in_backward, self._has_nested = True, False
         try:
             yield
         finally:

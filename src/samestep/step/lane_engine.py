@@ -365,11 +365,11 @@ class LaneEngine(LaneContext):
             own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
             if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
                 self._overlaps[cache_key] = EarlyExchange(
-                    own_buckets, parameters, self.world, self.manual.is_nested
+                    own_buckets, parameters, self.world, self.manual.has_nested
                 )
             elif own_buckets and self.lanes == self.world.size:  # several lanes are added first
                 self._overlaps[cache_key] = EarlyCopies(
-                    own_buckets, parameters, self.manual.is_nested
+                    own_buckets, parameters, self.manual.has_nested
                 )
             else:
                 self._overlaps[cache_key] = Overlap(own_buckets)

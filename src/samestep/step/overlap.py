@@ -131,13 +131,16 @@ class Overlap:
 class EarlyExchange(Overlap):
     """Exchanges each bucket between hosts as soon as autograd has computed its gradients.
 
-    A backward pass that `is_nested` in that of the lane may be one of several that add to a
-    gradient, so its gradients wait for `finish`, or for the lane's own pass to add to them.
+    A backward pass nested in that of the lane may be one of several that add to a gradient, so if
+    the lane `has_nested` ones, the remaining gradients wait for `finish`.
 
     Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
     the same order. So buckets start from last to first; those that a lane does not reach wait for
     `finish`. An exchange starts once all workers of the host have put their gradients into it. They
     count these in shared memory without waiting: each checks the counts at its next gradient.
+
+    If a host has one worker, only the last gradient of each bucket calls into Python after the
+    first pass.
     """
 
     def __init__(
@@ -145,22 +148,24 @@ class EarlyExchange(Overlap):
         buckets: Sequence[Bucket],
         parameters: Parameters,
         world: World,
-        is_nested: Callable[[], bool],
+        has_nested: Callable[[], bool],
     ) -> None:
         super().__init__(buckets)
-        self._parameters, self._is_nested = parameters, is_nested
+        self._parameters, self._has_nested = parameters, has_nested
         self.order = buckets[::-1]
-        self._awaited = [0] * len(buckets)
         self._put = self._started = 0  # of `order`
         self._before = -len(buckets)  # all puts of earlier passes
         self._is_begun = False
         self._world = world
         self._puts = [one.view(torch.int64).numpy() for one in world.shared(8)]
         self._fence = Lock()
-        for number, bucket in enumerate(self.order):
-            for n in bucket.numbers:
-                if n is not None:
-                    parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number))
+        self._updated = [[n for n in one.numbers if n is not None] for one in self.order]
+        self._last = [-1] * len(buckets)  # the parameter whose gradient was the last one so far
+        self._hooks = {
+            n: parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number, n))
+            for number, some in enumerate(self._updated)
+            for n in some
+        }
 
     def _begin(self) -> None:
         if self._is_begun:
@@ -172,24 +177,35 @@ class EarlyExchange(Overlap):
         wait_until_free([bucket.exchange for bucket in self.order])
         for bucket in self.order:
             bucket.exchange.receive()
-        self._awaited = [sum(n is not None for n in bucket.numbers) for bucket in self.order]
         self._put = self._started = 0
         self._before += len(self.order)
 
-    def _arrived(self, number: int, _: Tensor) -> None:
-        if not self._active or self._is_nested():
+    def _arrived(self, number: int, n: int, _: Tensor) -> None:
+        if not self._active or self._has_nested():
             return
-        self._awaited[number] -= 1
-        if self._put == number and not self._awaited[number]:
-            while self._put < len(self.order) and not self._awaited[self._put]:
+        self._last[number] = n
+        if self._is_next_complete():
+            while self._is_next_complete():
                 self._take_next()
         elif self._started < self._put:
             self._start_ready()
+
+    def _is_next_complete(self) -> bool:
+        if self._put == len(self.order):
+            return False
+        return all(self._parameters[n].grad is not None for n in self._updated[self._put])
+
+    def _keep_last_hooks(self) -> None:
+        """Remove all hooks but those of the last gradients, once all buckets have been reached."""
+        if len(self._puts) == 1 and len(self._hooks) > len(self._last) and -1 not in self._last:
+            for n in self._hooks.keys() - self._last:
+                self._hooks.pop(n).remove()
 
     def finish(self, own: Sequence[Gradients]) -> None:
         if not self._is_begun:  # the last lane has no samples
             self._begin()
         self._is_begun = False
+        self._keep_last_hooks()
         while self._put < len(self.order):
             bucket = self.order[self._put]
             self._put_next([bucket.select(some) for some in own])
@@ -256,14 +272,14 @@ class EarlyCopies(Overlap):
     """Copies each large gradient of a single lane as soon as autograd has computed it.
 
     It is then still in the CPU cache, and only one gradient at a time is in memory twice. Those of
-    nested passes wait, as in `EarlyExchange`.
+    lanes with nested passes wait, as in `EarlyExchange`.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], parameters: Parameters, is_nested: Callable[[], bool]
+        self, buckets: Sequence[Bucket], parameters: Parameters, has_nested: Callable[[], bool]
     ) -> None:
         super().__init__(buckets)
-        self._is_nested = is_nested
+        self._has_nested = has_nested
         for bucket in buckets:
             views = bucket.exchange.own_views[0]
             for number, (n, view) in enumerate(zip(bucket.numbers, views, strict=True)):
@@ -276,7 +292,7 @@ class EarlyCopies(Overlap):
 
     def _arrived(self, n: int, views: list[Tensor], number: int, parameter: Tensor) -> None:
         view, gradient = views[number], parameter.grad
-        if not self._active or self._is_nested():
+        if not self._active or self._has_nested():
             return
         # sparse gradients are rejected after backward
         if gradient is not None and gradient.layout == view.layout:
