@@ -74,4 +74,4 @@ def build(batch_size: int = BATCH_SIZE) -> Parts:
     return Parts(model, transitions(BATCHES_AN_EPOCH * batch_size), partial(td_loss, target))
 
 
-JOB = Job("Nature DQN network, 4x84x84 frames", BATCH_SIZE, steps=40, build=build)
+JOB = Job("Nature DQN network, 4x84x84 frames", BATCH_SIZE, steps=100, build=build)

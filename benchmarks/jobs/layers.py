@@ -28,4 +28,4 @@ def build(batch_size: int = BATCH_SIZE, depth: int = 100) -> Parts:
     )
 
 
-JOB = Job("100 layers of 64x64 after 3072x64", BATCH_SIZE, steps=240, build=build)
+JOB = Job("100 layers of 64x64 after 3072x64", BATCH_SIZE, steps=400, build=build)

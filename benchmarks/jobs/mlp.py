@@ -25,4 +25,4 @@ def build(batch_size: int = BATCH_SIZE, hidden: tuple[int, int] = (4096, 3000)) 
     return Parts(nn.Sequential(*layers), images(batch_size), classification_loss)
 
 
-JOB = Job("MLP 3072-4096-3000-10, 25 M parameters", BATCH_SIZE, steps=10, build=build)
+JOB = Job("MLP 3072-4096-3000-10, 25 M parameters", BATCH_SIZE, steps=20, build=build)

@@ -20,4 +20,4 @@ def build(batch_size: int = BATCH_SIZE, depth: int | None = None) -> Parts:
     return Parts(model, images(batch_size), classification_loss)
 
 
-JOB = Job("ViT-Ti/8, 32x32 images", BATCH_SIZE, steps=10, build=build)
+JOB = Job("ViT-Ti/8, 32x32 images", BATCH_SIZE, steps=15, build=build)
