@@ -253,9 +253,8 @@ class Exchange:
         What arrives before this call stays in the kernel's buffer, and the sender waits once that
         is full.
         """
-        if self.swaps and self._send is None:
-            (partner,) = self._route.partners
-            self._send = self.world.begin_swap(partner, self._arriving, "exchanging gradients")
+        if self.swaps:
+            self._send = self._send or self._begin_swap()
 
     @property
     def has_parts(self) -> bool:
@@ -287,10 +286,7 @@ class Exchange:
         if self._machine is not None:
             self._nearby = self._send_nearby(self._machine)
         elif self.swaps:
-            own = self._sums[0][0]  # where the sums of this host are added up
-            self._started = self._swap(
-                self.slices(own, self.held).split([*map(len, self._arriving)])
-            )
+            self._started = self._swap()
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
             sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
@@ -391,32 +387,32 @@ class Exchange:
         sizes = chunks(stop - start, self.dtype.itemsize)
         return Run(parameters, start, sizes, is_large=False)
 
-    def _swap(self, parts: Iterable[Tensor]) -> list[PartialSums]:
-        """Send parts of this host's sum to the other one, to be added as its own arrive."""
-        self.receive()
-        send, self._send = self._send, None
-        assert send is not None  # noqa: S101  what `receive` is for
+    def _begin_swap(self) -> Send:
+        (partner,) = self._route.partners
+        return self.world.begin_swap(partner, self._arriving, "exchanging gradients")
+
+    def _swap(self, parts: Iterable[Tensor] | None = None) -> list[PartialSums]:
+        """Send the sum of this host to the other one, in parts that are added as others arrive.
+
+        `parts` replace the sum that is in flat storage, as each becomes available.
+        """
+        send, self._send = self._send or self._begin_swap(), None
         span, other_span = self._pair
-        _add_up(span, self._host_sums(self.held))
+        own = _add_up(span, self._host_sums(self.held))
         # nothing is read after this, but workers may call `sum` at different numbers of barriers
         self._summed_at = self.world.barriers
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(self._received, dtype=self.parameters[0].dtype)
-        sent: list[Tensor] = []
+        sizes, sent = [*map(len, self._arriving)], list[Tensor]()
 
         def kept() -> Iterator[Tensor]:
-            for part in parts:
+            for part in own.split(sizes) if parts is None else parts:
                 sent.append(part)
                 yield part
 
         arrivals = send(kept())
-        outs = self._out.split([*map(len, sent)])
-        return [
-            PartialSums({span: one, other_span: other_one}, out, arrival)
-            for one, other_one, out, arrival in zip(
-                sent, self._arriving, outs, arrivals, strict=True
-            )
-        ]
+        rows = zip(sent, self._arriving, self._out.split(sizes), arrivals, strict=True)
+        return [PartialSums({span: a, other_span: b}, *rest) for a, b, *rest in rows]
 
     def _put_in_parts(self, gradients: Gradients) -> Iterator[Tensor]:
         """Yield parts to send: large gradients as they are, others once they are copied in."""

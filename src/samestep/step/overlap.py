@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.comm.base import World
 from samestep.errors import WorldError
 from samestep.step.exchange import Exchange, gather, wait_until_free
-from samestep.step.gradients import Gradients, Parameters, add_gradients, scaled
+from samestep.step.gradients import Gradients, Parameters, add_gradients, have_none, scaled
 from samestep.step.layout import Span, tree_sum
 from samestep.step.shard import FlatBuffer
 
@@ -131,8 +131,9 @@ class Overlap:
 class EarlyExchange(Overlap):
     """Exchanges each bucket between hosts as soon as autograd has computed its gradients.
 
-    A backward pass nested in that of the lane may be one of several that add to a gradient, so if
-    the lane `has_nested` ones, the remaining gradients wait for `finish`.
+    A backward pass nested in that of the lane may be one of several that add to a gradient. So if
+    the lane `has_nested` ones, or its loss function has set a gradient, the remaining ones wait for
+    `finish`.
 
     Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
     the same order. So buckets start from last to first; those that a lane does not reach wait for
@@ -155,7 +156,7 @@ class EarlyExchange(Overlap):
         self.order = buckets[::-1]
         self._put = self._started = 0  # of `order`
         self._before = -len(buckets)  # all puts of earlier passes
-        self._is_begun = False
+        self._is_begun = self._are_clear = False
         self._world = world
         self._puts = [one.view(torch.int64).numpy() for one in world.shared(8)]
         self._fence = Lock()
@@ -179,9 +180,10 @@ class EarlyExchange(Overlap):
             bucket.exchange.receive()
         self._put = self._started = 0
         self._before += len(self.order)
+        self._are_clear = have_none(self._parameters)
 
     def _arrived(self, number: int, n: int, _: Tensor) -> None:
-        if not self._active or self._has_nested():
+        if not self._active or self._has_nested() or not self._are_clear:
             return
         self._last[number] = n
         if self._is_next_complete():
