@@ -193,6 +193,29 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
     assert len(set(empty[: len(empty) // 3])) == 1
 
 
+def test_large_gradients_whose_memory_lacks_an_operation_are_copied():
+    """Autograd may leave the conjugate bit or the negative bit of a gradient set."""
+    values = torch.complex(torch.arange(640.0), torch.ones(640))
+    kinds = {
+        "conjugate": (torch.complex64, values.conj()),
+        "negative": (torch.float32, values.conj().imag),
+    }
+
+    def body(world, kind):
+        exchange_module.CHUNK_BYTES = 256
+        dtype, gradient = kinds[kind]
+        exchange = Exchange([torch.nn.Parameter(torch.zeros(640, dtype=dtype))], 2, world)
+        assert exchange.sends_parts
+        assert gradient.is_conj() or gradient.is_neg()
+        exchange.put_and_start([[gradient]])
+        world.barrier("exchanging losses")
+        exchange.sum()
+        return bits(exchange.gather()[0])
+
+    for kind, (_, gradient) in kinds.items():
+        assert on_hosts(2, 2, body, kind) == [bits(gradient.resolve_conj().resolve_neg() * 2)] * 2
+
+
 def test_an_exchange_that_was_not_used_ends_before_the_next_one():
     """As after a loss that is not finite, in a program that goes on. gloo needs the memory."""
     hosts = 3

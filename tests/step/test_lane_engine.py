@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 import time
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import nn, optim
 
 from samestep.comm.base import Alone, Arrival
+from samestep.comm.channel import Channel
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
@@ -214,7 +215,7 @@ def test_rounded_gradients_are_sent_and_stored_in_half_the_bytes():
         assert [size // 2 for size in sent] == half
 
 
-def backward_of_squares(lanes, model, step):
+def backward_of_squares(lanes, model, step, update=None):
     """Set the gradients of the mean square of a sequence's output, for three samples per lane."""
     width = model[0].in_features
     samples = [
@@ -224,7 +225,7 @@ def backward_of_squares(lanes, model, step):
     lanes.backward(
         LossSpec(lambda model, batch: model(batch).square().mean(), model),
         Batch(0, lanes.own, [3] * lanes.lanes, iter(samples)),
-        model,
+        update or model,
         (step, 0),
         dict,
     )
@@ -448,16 +449,22 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
         assert found == expected
 
 
+def with_sharded_layer(world, widths=(1,)):
+    """Return lanes, a model of linear layers and its optimizer, sharded if there are workers."""
+    lanes = LaneEngine(world, Config(), 4, [CPU])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(n, m) for n, m in pairwise([10, *widths])))
+    replicate(model, CPU, world)
+    lanes.add(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    if world.size > 1:
+        lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.places()))
+    return lanes, model, optimizer
+
+
 def test_workers_that_hold_no_part_of_a_small_layer_wait_as_the_others_do():
     def body(world):
-        lanes = LaneEngine(world, Config(), 4, [CPU])
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(10, 1))
-        replicate(model, CPU, world)
-        lanes.add(model)
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
-        if world.size > 1:
-            lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.places()))
+        lanes, model, optimizer = with_sharded_layer(world)
         for step in range(3):
             backward_of_squares(lanes, model, step)
             backward_of_squares(lanes, model, step + 10)
@@ -473,15 +480,9 @@ def test_workers_that_hold_no_part_of_a_small_layer_wait_as_the_others_do():
 
 def test_a_worker_waits_until_a_slower_one_of_its_host_has_read_its_gradients():
     def body(world):
-        lanes = LaneEngine(world, Config(), 4, [CPU])
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(10, 1))
-        replicate(model, CPU, world)
-        lanes.add(model)
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        lanes, model, optimizer = with_sharded_layer(world)
         delays = []
         if world.size > 1:
-            lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.places()))
             add_up = exchange._add_up
 
             def slow(span, known):
@@ -496,6 +497,54 @@ def test_a_worker_waits_until_a_slower_one_of_its_host_has_read_its_gradients():
 
     ((_, expected),) = in_processes(1, body)
     assert on_hosts(2, 4, body) == [(True, expected)] * 4
+
+
+def test_a_worker_waits_until_a_slower_one_of_its_host_has_sent_their_sum():
+    """All of them have met in the meantime, but sending goes on."""
+
+    def body(world):
+        lanes, model, optimizer = with_sharded_layer(world, (64, 3))
+        delays = []
+        if world.rank == 1:
+            send = Channel._send
+
+            def slow(self, key, data, result):
+                delays.append(time.sleep(0.5))
+                send(self, key, data, result)
+
+            Channel._send = slow  # in a process of its own
+        for step in range(2):
+            backward_of_squares(lanes, model, step)
+            world.all_gather_json(None, "doing something else")
+        optimizer.step()
+        return len(delays), [bits(parameter) for parameter in model.parameters()]
+
+    ((_, expected),) = in_processes(1, body)
+    found = on_hosts(2, 4, body)
+    assert [delays > 0 for delays, _ in found] == [False, True, False, False]
+    assert [parameters for _, parameters in found] == [expected] * 4
+
+
+def test_workers_of_a_host_wait_alike_though_they_start_exchanges_at_different_times():
+    """A second call may share some of the first one's exchanges, but not the last one."""
+
+    def body(world):
+        if world.size > 1:  # in a process of its own
+            exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1  # one parameter per bucket
+        if world.rank == 1:  # starts all of them at the end of backward
+
+            def later(self):
+                time.sleep(0.1)
+
+            overlap.EarlyExchange._start_ready = later
+        lanes, model, optimizer = with_sharded_layer(world, (64, 3))
+        backward_of_squares(lanes, model, 0)
+        backward_of_squares(lanes, model, 1, update=model[1])
+        optimizer.step()
+        return [bits(parameter) for parameter in model.parameters()]
+
+    (expected,) = in_processes(1, body)
+    assert on_hosts(2, 4, body) == [expected] * 4
 
 
 def test_hosts_with_several_workers_send_gradients_during_backward():

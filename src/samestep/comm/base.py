@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class Arrival(NamedTuple):
-    """A call that completes a swap of two tensors, and one that says whether it need not wait."""
+    """The end of a swap of two tensors: `is_there` returns whether `wait` would return at once."""
 
     wait: Callable[[], None]
     is_there: Callable[[], bool] = lambda: False

@@ -167,8 +167,6 @@ class Distributed(World):
         """Exchange rows as long as the last ones for `what`; if too short, exchange again."""
         first = self._row_bytes.get(what, ROW_BYTES)
         receive = self._begin_rows(_row(data, what, first), what)
-        # workers that share memory have waited for each other by now, and may read it after this
-        self.barriers += 1
 
         def end() -> list[bytes]:
             size, rows = first, receive().numpy()
@@ -180,6 +178,7 @@ class Distributed(World):
                         raise mismatched_calls(self.rank, what, rank, other_what)
                 ends = [HEAD_BYTES + _length(row[:LENGTH_BYTES].tobytes()) for row in rows]
                 if max(ends) <= size:
+                    self.barriers += 1
                     return [
                         row[HEAD_BYTES:end].tobytes() for row, end in zip(rows, ends, strict=True)
                     ]

@@ -42,7 +42,8 @@ Across = Literal["host", "world"]
 BUCKETS: Final = 8
 LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
-SMALL_SHARE: Final = 4  # a bucket with less than this part of the limit takes a larger parameter
+# A bucket that holds less than the limit over this takes one more parameter of any size.
+LEAST_FILL: Final = 4
 # Sums of two hosts that are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
 MOST_CHUNK_BYTES: Final = 16 << 20
@@ -77,7 +78,7 @@ def buckets(
         for parameter, size in reversed(pairs):
             if parameter.dtype != dtype:
                 continue
-            is_full = total + size > most and total >= most // SMALL_SHARE
+            is_full = total + size > most and total >= most // LEAST_FILL
             if not group or (is_full and len(world.hosts) > 1):
                 group, total = [], 0
                 groups.append(group)
@@ -98,7 +99,7 @@ def chunks(elements: int, itemsize: int) -> list[int]:
         half = elements // 2 // ALIGNMENT * ALIGNMENT
         size = min(max(min(size, half), least), elements)
         if elements - size < least // 2:
-            size = elements  # no small rest
+            size = elements  # instead of a tiny last part
         sizes.append(size)
         elements -= size
         size = min(2 * size, MOST_CHUNK_BYTES // itemsize)
@@ -108,7 +109,8 @@ def chunks(elements: int, itemsize: int) -> list[int]:
 class Run(NamedTuple):
     """Neighbors in flat storage that are sent from `start` in parts of `sizes`, in elements.
 
-    They are one large parameter, up to a rest that follows with the next ones, or small ones.
+    They are several small parameters, or one large parameter without its last elements beyond a
+    multiple of 64, which belong to the next run.
     """
 
     parameters: slice
@@ -172,6 +174,7 @@ class Exchange:
         self._total: Tensor | None = None
         self._converted: tuple[Tensor, list[Tensor]] | None = None
         self._summed_at = -1  # the world's number of barriers when gradients were last read
+        self._is_sending = False  # workers may send the last ones until their optimizers' steps
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
         # sends on what was exchanged within a machine
@@ -228,12 +231,15 @@ class Exchange:
 
     @property
     def is_read(self) -> bool:
-        """Whether workers may still read the previous gradients: no barrier has happened since."""
-        return self.world.shares_memory and self.world.barriers == self._summed_at
+        """Whether workers may still read the previous gradients: no barrier has happened since.
+
+        All workers of a host get the same answer.
+        """
+        is_summing = self.world.barriers == self._summed_at
+        return self.world.shares_memory and (self._is_sending or is_summing)
 
     def put(self, own: Sequence[Gradients]) -> None:
         """Copy in the gradients of this worker's subtrees; `sum` needs a barrier after this."""
-        self._finish_unused()
         wait_until_free([self])
         for views, gradients in zip(self.own_views, own, strict=True):
             copy_gradients(views, gradients)
@@ -268,12 +274,11 @@ class Exchange:
 
     def put_and_start(self, own: Sequence[Gradients]) -> None:
         """Do what `put` and `start` do, if it `sends_parts`; gradients must stay as they are."""
-        self._finish_unused()
         wait_until_free([self])
         self._started = self._swap(self._put_in_parts(own[0]))
 
-    def _finish_unused(self) -> None:
-        """Wait for an exchange that was started by a call that failed; gloo needs its memory."""
+    def finish_unused(self) -> None:
+        """Wait for an exchange that was started by a call that failed: its memory is in use."""
         for part in self._started or ():
             part.arrival.wait()
         self._started = None
@@ -352,8 +357,8 @@ class Exchange:
         if self._end is not None:
             self._end()
         self._end = None
-        if not self.swaps:
-            self._summed_at = self.world.barriers
+        if not (self.swaps and self.converts):  # those may call this at any time
+            self._is_sending, self._summed_at = False, self.world.barriers
         return self._out if self._total is None else self._total
 
     def sum_parts(self) -> Iterator[Tensor]:
@@ -399,8 +404,7 @@ class Exchange:
         send, self._send = self._send or self._begin_swap(), None
         span, other_span = self._pair
         own = _add_up(span, self._host_sums(self.held))
-        # nothing is read after this, but workers may call `sum` at different numbers of barriers
-        self._summed_at = self.world.barriers
+        self._is_sending = True  # from the memory of the host's first worker
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(self._received, dtype=self.parameters[0].dtype)
         sizes, sent = [*map(len, self._arriving)], list[Tensor]()
@@ -421,7 +425,7 @@ class Exchange:
             parts = self._own[0][run.start : stop].split(run.sizes)
             views, some = self.own_views[0][run.parameters], gradients[run.parameters]
             gradient = some[0] if run.is_large else None
-            if gradient is None or gradient.stride() != views[0].stride():
+            if gradient is None or not _has_layout_of(views[0], gradient):
                 copy_gradients(views, some)
                 yield from parts
                 continue
@@ -544,7 +548,7 @@ class Exchange:
 
     def free(self) -> None:
         """Note a barrier of this host: all of its workers have finished their sums."""
-        self._summed_at = -1
+        self._is_sending, self._summed_at = False, -1
 
     def _fetch(self, own: Tensor, what: str) -> Callable[[], None]:
         """Begin to fetch the slices of the remote workers that this worker serves."""
@@ -569,6 +573,8 @@ class Exchange:
 
 def wait_until_free(exchanges: Sequence[Exchange]) -> None:
     """Wait until no worker reads the previous gradients, unless a barrier since ensured it."""
+    for exchange in exchanges:
+        exchange.finish_unused()
     if any(exchange.is_read for exchange in exchanges):
         exchanges[0].world.barrier_on_host("waiting for the previous gradient sum")
         for exchange in exchanges:
@@ -577,6 +583,8 @@ def wait_until_free(exchanges: Sequence[Exchange]) -> None:
 
 def all_gather(flats_of: Sequence[tuple[Exchange, Sequence[Tensor]]], what: str) -> None:
     """Complete the storages of this host's workers, each of which has what its worker holds."""
+    for exchange, _ in flats_of:
+        exchange.finish_unused()
     waits = [one.begin_gather(flats[one.local_rank], what) for one, flats in flats_of]
     for wait in waits:
         wait()
@@ -618,6 +626,12 @@ class Route:
         by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
         ranks = [rank for _, rank in by_number]
         self.numbers = [ranks.index(rank) for rank in range(len(ranks))]
+
+
+def _has_layout_of(view: Tensor, gradient: Tensor) -> bool:
+    """Return whether a gradient's memory has the values of `view` in the same places."""
+    is_lazy = gradient.is_conj() or gradient.is_neg()  # memory lacks an operation
+    return not is_lazy and gradient.stride() == view.stride()
 
 
 def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:

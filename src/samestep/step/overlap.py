@@ -186,10 +186,9 @@ class EarlyExchange(Overlap):
         if not self._active or self._has_nested() or not self._are_clear:
             return
         self._last[number] = n
-        if self._is_next_complete():
-            while self._is_next_complete():
-                self._take_next()
-        elif self._started < self._put:
+        while self._is_next_complete():
+            self._take_next()
+        if self._started < self._put:
             self._start_ready()
 
     def _is_next_complete(self) -> bool:
