@@ -9,22 +9,20 @@ import torch
 
 from samestep.comm import channel as module
 from samestep.comm.channel import Channel, Listener, connect, limit_buffer
+from samestep.comm.distributed import MESSAGE_BYTES
 
 LARGE = 1 << 22  # bytes, more than both kernels take in
 SECONDS = 60
 
 
-def await_result(result, seconds):
-    failure = result.result(seconds)
-    if failure is not None:
-        raise failure
-
-
 @pytest.fixture
 def channels():
-    with Listener("127.0.0.1") as listener:
-        first = connect(listener.address, listener.port, listener.secret, SECONDS)
-        pair = [Channel(first), Channel(listener.accept(SECONDS))]
+    connections = []
+    for _ in range(2):
+        with Listener("127.0.0.1") as listener:
+            first = connect(listener.address, listener.port, listener.secret, SECONDS)
+            connections.append((first, listener.accept(SECONDS)))
+    pair = [Channel(*some) for some in zip(*connections, strict=True)]
     yield pair
     for one in pair:
         one.close()
@@ -41,17 +39,18 @@ def test_tensors_are_received_by_key_in_whatever_order_they_are_awaited(channels
     keys = [(1, 0), (1, 1), (2, 0), (3, 0)]
     awaited = [keys[3], keys[0], keys[2], keys[1]]
     received = [{key: torch.full((elements,), -1.0).to(dtype) for key in awaited} for _ in channels]
-    results = [
-        one.receive(key, into[key])
+    transfers = [
+        (one, one.receive(key, into[key]))
         for one, into in zip(channels, received, strict=True)
         for key in awaited
     ]
     for which, one in enumerate(channels):
-        results += [
-            one.send(key, values(10 * which + n, elements, dtype)) for n, key in enumerate(keys)
+        transfers += [
+            (one, one.send(key, values(10 * which + n, elements, dtype)))
+            for n, key in enumerate(keys)
         ]
-    for result in results:
-        await_result(result, SECONDS)
+    for one, transfer in transfers:
+        one.wait(transfer, SECONDS)
     for which, into in enumerate(received):
         for n, key in enumerate(keys):
             assert torch.equal(into[key], values(10 * (1 - which) + n, elements, dtype))
@@ -63,11 +62,12 @@ def test_a_tensor_that_is_not_awaited_yet_is_received_later(channels):
     awaited = torch.zeros(LARGE // 4)
     last = second.receive((2, 0), awaited)
     time.sleep(0.1)
-    assert not last.done()  # the first one is in its way
+    assert not last.is_done  # the first one is in its way
     earlier = torch.zeros(LARGE // 4)
-    await_result(second.receive((1, 0), earlier), SECONDS)
-    for result in (last, *sending):
-        await_result(result, SECONDS)
+    second.wait(second.receive((1, 0), earlier), SECONDS)
+    second.wait(last, SECONDS)
+    for transfer in sending:
+        first.wait(transfer, SECONDS)
     assert torch.equal(earlier, values(5))
     assert torch.equal(awaited, values(6))
 
@@ -75,23 +75,52 @@ def test_a_tensor_that_is_not_awaited_yet_is_received_later(channels):
 @pytest.mark.parametrize("is_sending", [True, False])
 def test_everything_fails_once_the_other_worker_has_left(channels, is_sending):
     first, second = channels
-    results = [first.receive((number, 0), torch.zeros(LARGE // 4)) for number in range(2)]
+    transfers = [first.receive((number, 0), torch.zeros(LARGE // 4)) for number in range(2)]
     if is_sending:  # more than the kernel takes in
-        results += [first.send((number, 0), torch.zeros(LARGE)) for number in range(2)]
+        transfers += [first.send((number, 0), torch.zeros(LARGE)) for number in range(2)]
     second.close()
-    results.append(first.receive((9, 0), torch.zeros(1)))
-    for result in results:
+    transfers.append(first.receive((9, 0), torch.zeros(1)))
+    for transfer in transfers:
         with pytest.raises(OSError, match=r"closed|reset|Broken|[Cc]onnection"):
-            await_result(result, SECONDS)
+            first.wait(transfer, SECONDS)
 
 
 def test_a_tensor_of_another_size_is_an_error(channels):
     first, second = channels
     second.send((1, 0), torch.zeros(3))
-    results = [first.receive((number, 0), torch.zeros(4)) for number in (2, 1, 3)]
-    for result in results:
-        with pytest.raises(ConnectionError, match="expected a tensor of 16 bytes, got 12"):
-            await_result(result, SECONDS)
+    transfers = [first.receive((number, 0), torch.zeros(4)) for number in (2, 1, 3)]
+    for transfer in transfers:
+        with pytest.raises(ConnectionError, match="expected 16 bytes, got 12"):
+            first.wait(transfer, SECONDS)
+
+
+@pytest.mark.parametrize("size", [0, 1, MESSAGE_BYTES])
+def test_both_ends_send_a_message_before_they_receive_one(channels, size):
+    for number, one in enumerate(channels):
+        for data in (number, 2 + number):
+            one.send_message(torch.full((size,), data, dtype=torch.uint8))
+    for number, one in enumerate(channels):
+        for data in (1 - number, 3 - number):
+            received = torch.full((size,), 9, dtype=torch.uint8)
+            one.receive_message(received, SECONDS)
+            assert (received == data).all()
+
+
+def test_a_message_of_another_size_is_an_error(channels):
+    first, second = channels
+    first.send_message(torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(ConnectionError, match="expected 4 bytes, got 3"):
+        second.receive_message(torch.zeros(4, dtype=torch.uint8), SECONDS)
+
+
+def test_waiting_for_a_message_ends_with_the_limit_or_the_other_worker(channels):
+    first, second = channels
+    message = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(TimeoutError):
+        first.receive_message(message, 0.1)
+    second.close()
+    with pytest.raises(ConnectionResetError, match="closed the connection"):
+        first.receive_message(message, SECONDS)
 
 
 def test_waiting_has_a_limit(channels):
@@ -125,16 +154,16 @@ def test_the_limit_counts_from_the_last_tensor(channels):
 @pytest.mark.parametrize("arrives_early", [False, True])
 def test_closing_ends_both_threads_while_they_wait(channels, arrives_early):
     first, second = channels
-    results = [first.send((1, 0), torch.zeros(LARGE)), first.receive((1, 0), torch.zeros(1))]
+    transfers = [first.send((1, 0), torch.zeros(LARGE)), first.receive((1, 0), torch.zeros(1))]
     if arrives_early:  # the receiver then waits until it is awaited
         second.send((7, 0), torch.zeros(1))
         while first._posted.qsize() or not first._expected:
             time.sleep(0.01)
         time.sleep(0.1)
     first.close()
-    for result in results:
+    for transfer in transfers:
         with pytest.raises(OSError):  # noqa: PT011  whatever the kernel says
-            await_result(result, SECONDS)
+            first.wait(transfer, SECONDS)
     assert not any(thread.is_alive() for thread in first._threads)
 
 

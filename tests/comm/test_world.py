@@ -14,8 +14,10 @@ from samestep.comm import rendezvous
 from samestep.comm.connect import HostMemoryWorld
 from samestep.comm.distributed import (
     HEAD_BYTES,
+    MESSAGE_BYTES,
     PIECE_BYTES,
     ROW_BYTES,
+    Distributed,
 )
 from samestep.comm.shared_memory import INLINE_BYTES
 from samestep.errors import HangError, WorldError
@@ -229,11 +231,11 @@ def test_a_world_of_several_hosts_conforms(hosts, workers):
 
 def test_each_host_sends_few_rows_in_few_rounds(monkeypatch):
     sent = []
-    send = dist.isend
+    begin = Distributed._begin_message
     monkeypatch.setattr(
-        dist,
-        "isend",
-        lambda rows, *arguments: (sent.append(tuple(rows.shape)), send(rows, *arguments))[1],
+        Distributed,
+        "_begin_message",
+        lambda self, rows, *others: (sent.append(len(rows)), begin(self, rows, *others))[1],
     )
 
     def body(world):
@@ -241,9 +243,9 @@ def test_each_host_sends_few_rows_in_few_rounds(monkeypatch):
         world.barrier("counting messages")
         return sent
 
-    assert on_hosts(2, 4, body) == [[(2, 1024)], [], [(2, 1024)], []]
-    assert on_hosts(3, 3, body) == [[(1, 1024), (1, 1024)]] * 3
-    assert on_hosts(4, 4, body) == [[(1, 1024), (2, 1024)]] * 4
+    assert on_hosts(2, 4, body) == [[2048], [], [2048], []]
+    assert on_hosts(3, 3, body) == [[1024, 1024]] * 3
+    assert on_hosts(4, 4, body) == [[1024, 2048]] * 4
 
 
 def large_exchanges_may_overlap(world):
@@ -381,6 +383,18 @@ def test_the_timeout_of_a_swap_counts_from_its_first_message():
 
     first, _ = try_workers(body, 2)
     assert first.value == "noticed"
+
+
+def test_two_hosts_notice_that_rows_of_different_calls_have_different_sizes():
+    def body(world):
+        world.all_gather_bytes(bytes(MESSAGE_BYTES), "sending much")  # the next row is as long
+        with pytest.raises(WorldError, match="sending") as raised:
+            world.all_gather_bytes(b"", "sending much" if world.rank else "sending little")
+        return str(raised.value)
+
+    first, second = on_hosts(2, 2, body)
+    assert f"expected {ROW_BYTES} bytes, got {MESSAGE_BYTES}" in first
+    assert f"expected {MESSAGE_BYTES} bytes, got {ROW_BYTES}" in second
 
 
 def calls(world):

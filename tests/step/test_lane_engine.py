@@ -508,9 +508,9 @@ def test_a_worker_waits_until_a_slower_one_of_its_host_has_sent_their_sum():
         if world.rank == 1:
             send = Channel._send
 
-            def slow(self, key, data, result):
+            def slow(self, transfer):
                 delays.append(time.sleep(0.5))
-                send(self, key, data, result)
+                send(self, transfer)
 
             Channel._send = slow  # in a process of its own
         for step in range(2):

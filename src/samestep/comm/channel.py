@@ -1,8 +1,8 @@
-"""A TCP connection of two workers on different hosts, over which both send tensors at once.
+"""TCP connections of two workers on different hosts: one for tensors, one for small messages.
 
 gloo cuts a tensor into messages with an acknowledgment each, and keeps all messages to a worker in
-one queue. Here a thread writes while another one reads into place, and small messages of other
-connections need not wait behind megabytes.
+one queue, which its own thread handles. Here a thread writes tensors while another one reads into
+place, and a small message neither waits behind megabytes nor for a thread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Condition, Thread
 from typing import Any, Final
 
 import torch
@@ -24,14 +24,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 Key = tuple[int, int]  # the number of a swap, and of the tensor in it
-Result = futures.Future[Exception | None]
-Queue = SimpleQueue[tuple[Key, memoryview, Result] | None]
 
 SECRET_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send the secret
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
 NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 _HEAD: Final = struct.Struct("<QQQ")  # the key and the number of bytes that follow
+_SIZE: Final = struct.Struct("<Q")  # of a message
 _ROUND_TRIP: Final = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info in linux/tcp.h, µs
 # A send buffer for what such a network sends in a round trip; the kernel doubles it. With a larger
 # one, other messages wait longer, and TCP slows down.
@@ -84,50 +83,79 @@ def connect(address: str, port: int, secret: bytes, seconds: float) -> socket.so
     return connection
 
 
+@dataclass(eq=False)
+class Transfer:
+    """A tensor that is sent or received; its memory is let go of when it is done."""
+
+    key: Key
+    data: memoryview
+    is_done: bool = False
+
+
+Queue = SimpleQueue[Transfer | None]
+
+
 class Channel:
     """Sends tensors over a connection, in order, and receives those of the other end by key.
 
-    Futures resolve to the first error, or None. After an error, all others resolve to it as well.
-    A tensor that arrives before it is awaited delays those behind it.
+    Another connection carries messages. One thread may wait for either. After an error, what is not
+    done yet will never be. A tensor that arrives before it is awaited delays those behind it.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: socket.socket, messages: socket.socket) -> None:
+        for one in (connection, messages):
+            one.settimeout(None)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_buffer(connection)
-        self._connection = connection
+        self._connection, self._messages = connection, messages
         self._active_at = 0.0  # time.monotonic() when a tensor was last queued, sent or received
-        self._lock = Lock()  # for the next two
+        self._changed = Condition()  # also guards the next two
         self._failure: Exception | None = None
-        self._pending: set[Result] = set()
+        self._awaited: Transfer | None = None
         self._outgoing: Queue = SimpleQueue()
         self._posted: Queue = SimpleQueue()
-        self._expected: dict[Key, tuple[memoryview, Result]] = {}  # of what was posted
+        self._expected: dict[Key, Transfer] = {}  # of what was posted
         self._threads: list[Thread] = []  # started with the first tensor
 
-    def send(self, key: Key, tensor: Tensor) -> Result:
-        """Queue a 1-D CPU tensor, which must stay as it is until the result is there."""
+    def send(self, key: Key, tensor: Tensor) -> Transfer:
+        """Queue a 1-D CPU tensor, which must stay as it is until it is sent."""
         return self._add(self._outgoing, key, tensor)
 
-    def receive(self, key: Key, tensor: Tensor) -> Result:
+    def receive(self, key: Key, tensor: Tensor) -> Transfer:
         """Receive into a 1-D CPU tensor what the other end sends with this key."""
         return self._add(self._posted, key, tensor)
 
-    def wait(self, result: Result, seconds: float) -> None:
-        """Wait for a result of `send` or `receive`.
+    def wait(self, transfer: Transfer, seconds: float) -> None:
+        """Wait until a tensor was sent or received.
 
-        Raises its error, or `TimeoutError` if nothing was queued, sent or received for `seconds`.
+        Raises the channel's error, or `TimeoutError` if nothing was queued, sent or received for
+        `seconds`.
         """
-        while True:
-            active_at = self._active_at
-            try:
-                failure = result.result(max(0.0, active_at + seconds - time.monotonic()))
-                break
-            except futures.TimeoutError:  # not the built-in one before Python 3.11
-                if self._active_at == active_at:
-                    raise TimeoutError("the other worker sent or received nothing") from None
-        if failure is not None:
-            raise failure
+        if transfer.is_done:
+            return
+        with self._changed:
+            self._awaited = transfer
+            while not (transfer.is_done or self._failure):
+                remaining = self._active_at + seconds - time.monotonic()
+                if remaining <= 0:
+                    raise TimeoutError("the other worker sent or received nothing")
+                self._changed.wait(remaining)
+        if not transfer.is_done:
+            assert self._failure is not None  # noqa: S101
+            raise self._failure
+
+    def send_message(self, data: Tensor) -> None:
+        """Send bytes: few enough for the kernel to take in, as the other end may do the same."""
+        self._messages.sendall(_SIZE.pack(len(data)) + data.numpy().tobytes())
+
+    def receive_message(self, data: Tensor, seconds: float) -> None:
+        """Receive bytes. Raises `OSError` if the other end sent more or fewer, or nothing."""
+        self._messages.settimeout(seconds)
+        size = bytearray(_SIZE.size)
+        _fill(self._messages, memoryview(size))
+        _check(len(data), *_SIZE.unpack(size))
+        array: Any = data.numpy()
+        _fill(self._messages, memoryview(array))
 
     def close(self) -> None:
         """Disconnect, and end the threads. A forked process leaves the connection to its parent."""
@@ -136,20 +164,16 @@ class Channel:
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         self._connection.close()
+        self._messages.close()
 
-    def _add(self, queue: Queue, key: Key, tensor: Tensor) -> Result:
-        result: Result = futures.Future()
+    def _add(self, queue: Queue, key: Key, tensor: Tensor) -> Transfer:
         array: Any = tensor.detach().view(torch.uint8).numpy()
+        transfer = Transfer(key, memoryview(array))
         self._active_at = time.monotonic()
-        with self._lock:
-            if self._failure is None:
-                if not self._threads:
-                    self._start()
-                self._pending.add(result)
-                queue.put((key, memoryview(array), result))
-                return result
-        result.set_result(self._failure)
-        return result
+        if not self._threads and self._failure is None:
+            self._start()
+        queue.put(transfer)
+        return transfer
 
     def _start(self) -> None:
         for name, queue, handle in (
@@ -161,74 +185,76 @@ class Channel:
             self._threads.append(thread)
             thread.start()
 
-    def _complete(self, result: Result) -> None:
+    def _complete(self, transfer: Transfer) -> None:
         self._active_at = time.monotonic()
-        with self._lock:
-            is_pending = result in self._pending
-            self._pending.discard(result)
-        if is_pending:
-            result.set_result(None)
+        with self._changed:
+            transfer.is_done = True
+            if transfer is self._awaited:
+                self._changed.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Let everything fail, and wake both threads, whatever they wait for."""
-        with self._lock:
+        """Let everything fail, and wake all threads, whatever they wait for."""
+        with self._changed:
             self._failure = self._failure or error
-            pending, self._pending = self._pending, set()
+            self._changed.notify()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._outgoing.put(None)
         self._posted.put(None)
-        for result in pending:
-            result.set_result(self._failure)
 
-    def _run(self, queue: Queue, handle: Callable[[Key, memoryview, Result], None]) -> None:
+    def _run(self, queue: Queue, handle: Callable[[Transfer], None]) -> None:
         while (item := queue.get()) is not None:
             try:
-                handle(*item)
+                handle(item)
             except Exception as error:  # noqa: BLE001  the program gets it
                 self._fail(error)
                 return
             del item  # with its memory, before waiting for the next one
 
-    def _send(self, key: Key, data: memoryview, result: Result) -> None:
-        parts = [memoryview(_HEAD.pack(*key, len(data))), data]
+    def _send(self, transfer: Transfer) -> None:
+        head = _HEAD.pack(*transfer.key, len(transfer.data))
+        parts = [memoryview(head), transfer.data]
         while parts:
             sent = self._connection.sendmsg(parts, (), NO_SIGNAL)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if parts:
                 parts[0] = parts[0][sent:]
-        self._complete(result)
+        self._complete(transfer)
 
-    def _receive(self, key: Key, data: memoryview, result: Result) -> None:
+    def _receive(self, transfer: Transfer) -> None:
         """Receive tensors until none is expected, in the order in which the other end sends."""
-        self._expected[key] = data, result
+        self._expected[transfer.key] = transfer
         head = bytearray(_HEAD.size)
         while self._expected:
-            self._fill(memoryview(head))
+            _fill(self._connection, memoryview(head))
             number, place, size = _HEAD.unpack(head)
-            data, result = self._expected_as((number, place))
-            if len(data) != size:
-                raise ConnectionError(f"expected a tensor of {len(data)} bytes, got {size}")
-            self._fill(data)
-            del data  # its memory, before waiting for the next one
-            self._complete(result)
+            transfer = self._expected_as((number, place))
+            _check(len(transfer.data), size)
+            _fill(self._connection, transfer.data)
+            self._complete(transfer)
 
-    def _expected_as(self, key: Key) -> tuple[memoryview, Result]:
+    def _expected_as(self, key: Key) -> Transfer:
         """Return what waits for this key, if necessary when it is posted."""
         while key not in self._expected:
             item = self._posted.get()
             if item is None:
                 raise ConnectionAbortedError("the connection was closed")
-            self._expected[item[0]] = item[1:]
+            self._expected[item.key] = item
         return self._expected.pop(key)
 
-    def _fill(self, data: memoryview) -> None:
-        while data:
-            received = self._connection.recv_into(data, len(data), socket.MSG_WAITALL)
-            if not received:
-                raise ConnectionResetError("the other worker closed the connection")
-            data = data[received:]
+
+def _fill(connection: socket.socket, data: memoryview) -> None:
+    while data:
+        received = connection.recv_into(data, len(data), socket.MSG_WAITALL)
+        if not received:
+            raise ConnectionResetError("the other worker closed the connection")
+        data = data[received:]
+
+
+def _check(expected: int, got: int) -> None:
+    if expected != got:
+        raise ConnectionError(f"expected {expected} bytes, got {got}")
 
 
 def limit_buffer(connection: socket.socket) -> None:

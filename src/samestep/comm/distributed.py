@@ -36,6 +36,7 @@ PIECE_BYTES = 1 << 20
 TAGS = 1 << 20  # number of tags that transfers use in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+MESSAGE_BYTES = 16 << 10  # that two workers can send each other at once without a reader
 SLACK_SECONDS = 1.0  # time after the backend's own timeout, if the store does not respond
 LATE = 0.95  # fraction of the timeout after which an error counts as a timeout
 KEPT_GROUPS: list[object] = []  # user-created groups kept alive until exit
@@ -109,7 +110,7 @@ class Distributed(World):
     def _open_channel(self) -> Channel | None:
         """Connect to the worker in the same place on the other host, if there are two of one size.
 
-        Its address and a secret travel through the group. None if a worker of the first host has no
+        Addresses and secrets travel through the group. None if a worker of the first host has no
         address: the group, which may have other means, then carries everything.
         """
         if self._cuda or list(map(len, self.hosts)) != 2 * [len(self.host)]:
@@ -118,18 +119,21 @@ class Distributed(World):
             offer = None
             if self.rank < self._partner:
                 with suppress(OSError):
-                    listener = exits.enter_context(Listener(gloo_address()))
-                    offer = [listener.address, listener.port, to_text(listener.secret)]
+                    listeners = [exits.enter_context(Listener(gloo_address())) for _ in range(2)]
+                    offer = [[one.address, one.port, to_text(one.secret)] for one in listeners]
             offers = self.all_gather_json(offer, FORMING)
             if None in offers[: self.size // 2]:
                 return None
+            seconds = self._timeout_seconds
             with self._waiting(FORMING):
                 if offer is not None:
-                    connection = listener.accept(self._timeout_seconds)
+                    connections = [listener.accept(seconds) for listener in listeners]
                 else:
-                    address, port, secret = offers[self._partner]
-                    connection = connect(address, port, to_bytes(secret), self._timeout_seconds)
-        return Channel(connection)
+                    connections = [
+                        connect(address, port, to_bytes(secret), seconds)
+                        for address, port, secret in offers[self._partner]
+                    ]
+        return Channel(*connections)
 
     @property
     def _partner(self) -> int:
@@ -238,15 +242,36 @@ class Distributed(World):
             sent = torch.cat([_rows(table, hosts[(own + n) % len(hosts)]) for n in range(new)])
             targets = [_rows(table, hosts[(own + have + n) % len(hosts)]) for n in range(new)]
             rows = table.new_empty(sum(map(len, targets)), table.shape[1])
-            receiving = dist.irecv(rows, right.start, self._group)  # gloo sends to a posted one
-            sending = dist.isend(sent, left.start, self._group)
+            end = self._begin_message(sent.view(-1), left.start, rows.view(-1), right.start)
             yield
-            # None only for workers outside of the group: there are none
-            receiving.wait()  # type: ignore[union-attr]
+            end()
             for target, received in zip(targets, rows.split(list(map(len, targets))), strict=True):
                 target.copy_(received)
-            sending.wait()  # type: ignore[union-attr]
             have += new
+
+    def _begin_message(
+        self, sent: Tensor, receiver: int, received: Tensor, sender: int
+    ) -> Callable[[], None]:
+        """Begin to send bytes to a worker and to receive as many; return a call that completes it.
+
+        A channel carries short ones, and the first bytes of others, which show whether their sizes
+        are the same.
+        """
+        channel, works = self._channel, list[dist.Work | None]()
+        few = MESSAGE_BYTES if channel is not None else 0
+        if len(sent) > few:  # gloo sends to a posted receive
+            works.append(dist.irecv(received[few:], sender, self._group))
+            works.append(dist.isend(sent[few:], receiver, self._group))
+        if channel is not None:
+            channel.send_message(sent[:few])
+
+        def end() -> None:
+            if channel is not None:
+                channel.receive_message(received[:few], self._timeout_seconds)
+            for work in works:
+                work.wait()  # type: ignore[union-attr]  # None only outside of the group
+
+        return end
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
         """Gather lengths on all ranks, then the bytes on rank 0."""
@@ -310,14 +335,18 @@ class Distributed(World):
         arriving = [channel.receive((tag, number), one) for number, one in enumerate(received)]
 
         def begin_send(number: int, own: Tensor) -> Arrival:
-            results = channel.send((tag, number), own), arriving[number]
+            sending, receiving = channel.send((tag, number), own), arriving[number]
+
+            def is_there() -> bool:
+                return receiving.is_done and sending.is_done
 
             def end() -> None:
-                with self._waiting(what):
-                    for result in results:
-                        channel.wait(result, self._timeout_seconds)
+                if not is_there():
+                    with self._waiting(what):
+                        channel.wait(receiving, self._timeout_seconds)
+                        channel.wait(sending, self._timeout_seconds)
 
-            return Arrival(end, lambda: all(result.done() for result in results))
+            return Arrival(end, is_there)
 
         def send(sent: Iterable[Tensor]) -> list[Arrival]:
             return [begin_send(number, own) for number, own in enumerate(sent)]

@@ -106,17 +106,21 @@ def chunks(elements: int, itemsize: int) -> list[int]:
     return sizes
 
 
-class Run(NamedTuple):
-    """Neighbors in flat storage that are sent from `start` in parts of `sizes`, in elements.
+def _in_chunks(flat: Tensor) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = flat.split(chunks(len(flat), flat.element_size()))
+    return parts
 
-    They are several small parameters, or one large parameter without its last elements beyond a
+
+class Run(NamedTuple):
+    """Neighbors in flat storage, which is sent in `parts`.
+
+    They are several small parameters, or a large one without the `rest`, its last elements beyond a
     multiple of 64, which belong to the next run.
     """
 
     parameters: slice
-    start: int
-    sizes: list[int]
-    is_large: bool
+    parts: Sequence[Tensor]
+    rest: Tensor | None = None
 
 
 class PartialSums(NamedTuple):
@@ -190,7 +194,8 @@ class Exchange:
             self._pair = [self._spans_of(host)[0] for host in hosts]
             self._received = torch.empty_like(self.slices(self._own[0], self.held))
             self._runs = [*self._cut()]
-            self._arriving = self._received.split([n for run in self._runs for n in run.sizes])
+            self._sizes = [part.numel() for run in self._runs for part in run.parts]
+            self._arriving = self._received.split(self._sizes)
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -336,7 +341,7 @@ class Exchange:
             if (0, self._lanes) not in part.known:
                 left, right = (_add_up(half, part.known) for half in halves((0, self._lanes)))
                 torch.add(left, right, out=part.out)
-            end += len(part.out)
+            end += part.out.numel()
             if number == len(started) or not started[number].arrival.is_there():
                 own = slice(start, end)
                 yield out[own] if self._total is None else self._total[own].copy_(out[own])
@@ -376,21 +381,18 @@ class Exchange:
 
     def _cut(self) -> Iterator[Run]:
         """Cut flat storage into runs; a host with several workers sends one, their sum."""
-        first = start = 0
+        own, itemsize, first, start = self._own[0], self.dtype.itemsize, 0, 0
         if len(self._route.host) == 1:
             pairs = zip(self.layout.sizes, self.layout.offsets, strict=False)
             for number, (size, offset) in enumerate(pairs):
                 whole = size // ALIGNMENT * ALIGNMENT
-                if whole * self.dtype.itemsize >= CHUNK_BYTES:
-                    yield self._run(slice(first, number), start, offset)
-                    sizes = chunks(whole, self.dtype.itemsize)
-                    yield Run(slice(number, number + 1), offset, sizes, is_large=True)
+                if whole * itemsize >= CHUNK_BYTES:
+                    yield Run(slice(first, number), _in_chunks(own[start:offset]))
+                    parts = _in_chunks(own[offset : offset + whole])
+                    rest = own[offset + whole : offset + size]
+                    yield Run(slice(number, number + 1), parts, rest)
                     first, start = number + 1, offset + whole
-        yield self._run(slice(first, None), start, len(self._received))
-
-    def _run(self, parameters: slice, start: int, stop: int) -> Run:
-        sizes = chunks(stop - start, self.dtype.itemsize)
-        return Run(parameters, start, sizes, is_large=False)
+        yield Run(slice(first, None), _in_chunks(own[start : len(self._received)]))
 
     def _begin_swap(self) -> Send:
         (partner,) = self._route.partners
@@ -407,34 +409,32 @@ class Exchange:
         self._is_sending = True  # from the memory of the host's first worker
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(self._received, dtype=self.parameters[0].dtype)
-        sizes, sent = [*map(len, self._arriving)], list[Tensor]()
+        sent = list[Tensor]()
 
         def kept() -> Iterator[Tensor]:
-            for part in own.split(sizes) if parts is None else parts:
+            for part in own.split(self._sizes) if parts is None else parts:
                 sent.append(part)
                 yield part
 
         arrivals = send(kept())
-        rows = zip(sent, self._arriving, self._out.split(sizes), arrivals, strict=True)
+        out = self._arriving if self._out is self._received else self._out.split(self._sizes)
+        rows = zip(sent, self._arriving, out, arrivals, strict=True)
         return [PartialSums({span: a, other_span: b}, *rest) for a, b, *rest in rows]
 
     def _put_in_parts(self, gradients: Gradients) -> Iterator[Tensor]:
         """Yield parts to send: large gradients as they are, others once they are copied in."""
         for run in self._runs:
-            stop = run.start + sum(run.sizes)
-            parts = self._own[0][run.start : stop].split(run.sizes)
             views, some = self.own_views[0][run.parameters], gradients[run.parameters]
-            gradient = some[0] if run.is_large else None
-            if gradient is None or not _has_layout_of(views[0], gradient):
+            gradient = None if run.rest is None else some[0]
+            if run.rest is None or gradient is None or not _has_layout_of(views[0], gradient):
                 copy_gradients(views, some)
-                yield from parts
+                yield from run.parts
                 continue
-            own, values = (one.as_strided((one.numel(),), (1,)) for one in (views[0], gradient))
-            whole = stop - run.start
-            own[whole:].copy_(values[whole:])
-            for part, of_gradient in zip(parts, values[:whole].split(run.sizes), strict=True):
-                is_same = of_gradient.dtype == part.dtype
-                yield of_gradient if is_same else part.copy_(of_gradient)
+            values = gradient.as_strided((gradient.numel(),), (1,))
+            *of_gradient, rest = values.split([one.numel() for one in (*run.parts, run.rest)])
+            run.rest.copy_(rest)
+            for part, own in zip(run.parts, of_gradient, strict=True):
+                yield own if own.dtype == part.dtype else part.copy_(own)
 
     def _send_nearby(self, machine: Route) -> Callable[[], PartialSums]:
         """Begin to send the workers of this machine what they add up.
