@@ -1,13 +1,15 @@
 """Two hosts with a network between them: four jobs, trained by samestep and its peers.
 
-usage: python -m benchmarks.network [--rounds 3] [--rates 1gbit 10gbit] [--workers 1 2]
+usage: python -m benchmarks.network [--turns 8] [--rates 1gbit 10gbit] [--workers 1 2]
                                     [--jobs JOB] [--contenders NAME]
 
 Run as root, on Linux with iproute2 and util-linux. The hosts are network namespaces with a link of
-limited rate, which this command makes and removes. Workers have one thread each. Contenders take
-turns, and every ratio compares runs of one round. Contenders that exchange gradients in 16 bits
-have their own tables. At the end, every bit of the first steps is compared between samestep on one
-worker and on the workers of both hosts; the exit status is 1 if any differs.
+limited rate, which this command makes and removes. Workers have one thread each. All contenders
+start a job, and then train in turns of seconds, while the others are stopped, because a machine's
+speed may change within a minute. Every ratio compares turns that follow each other. Contenders that
+exchange gradients in 16 bits have their own tables. At the end, every bit of the first steps is
+compared between samestep on one worker and on the workers of both hosts; the exit status is 1 if
+any differs.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, NamedTuple
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders.stopwatch import LOGS
 from benchmarks.contenders.with_ideal_link import BURST, RATE
-from benchmarks.jobs import JOBS
+from benchmarks.jobs import JOBS, Job
 from benchmarks.measure import LIMIT_SECONDS, spread, values_in
-from benchmarks.turns import figure, in_turn, table
+from benchmarks.turns import in_turn, table
 from samestep.tools.trace import StepTrace, read_traces
 from samestep.tools.verify import print_report
 
@@ -40,6 +43,9 @@ PREFIX = "samestep-bench"
 DEVICE = "cable"
 PORT = 29533
 BURST_SECONDS = 0.002  # at full rate; at least that of a large segment
+WARM_UP_STEPS = 4
+TURN_SECONDS = 2.0
+TURN_STEPS = 6  # a turn takes longer if these do
 VERIFIED_STEPS = 2
 VERIFIED_LANES = 4
 
@@ -65,7 +71,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
+    add("--turns", type=int, default=8, help="of each contender (default: 8)")
     rates = "of the link, each way, as tc understands them (default: 1gbit 10gbit)"
     add("--rates", nargs="+", default=["1gbit", "10gbit"], help=rates)
     workers = "per host (default: 1 2)"
@@ -79,34 +85,90 @@ def arguments() -> argparse.Namespace:
 def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Namespace) -> None:
     """Train all jobs with `workers` per host; print a table for each precision."""
     ranks = [name for name in names for _ in range(workers)]
-    tables: dict[tuple[str, ...], dict[str, dict[str, list[float]]]] = {FULL: {}, IN_16_BITS: {}}
-    for job in options.jobs:
-        runs = {name: partial(train, name, job, ranks, rate) for name in options.contenders}
-        speeds = figure("samples_a_second", in_turn(runs, options.rounds))
-        for group, rows in tables.items():
-            if row := {name: speeds[name] for name in group if name in speeds}:
-                rows[f"{JOBS[job].title} ({JOBS[job].batch_size})"] = row
-        print(f"{rate}, {workers} per host, {job}: {speeds}", file=sys.stderr, flush=True)
     for group, precision in ((FULL, "full precision"), (IN_16_BITS, "16 bits")):
-        if tables[group]:
+        contenders = [name for name in group if name in options.contenders]
+        rows = {}
+        for job in options.jobs if contenders else ():
+            with ExitStack() as exits:
+                teams = {
+                    name: exits.enter_context(team(name, job, ranks, rate, PORT + number))
+                    for number, name in enumerate(contenders)
+                }
+                for one in teams.values():
+                    one.warm_up()
+                speeds = in_turn({name: one.turn for name, one in teams.items()}, options.turns)
+            rows[f"{JOBS[job].title} ({JOBS[job].batch_size})"] = speeds
+            print(f"{rate}, {workers} per host, {job}: {speeds}", file=sys.stderr, flush=True)
+        if rows:
             title = f"samples a second, {rate}, {workers} per host, {precision}"
             ours, *_, bound = group
-            text = table(title, tables[group], more_is_better=True, no_peers=[bound])
-            print(text, end="\n\n", flush=True)
-            for label, row in tables[group].items():
+            print(table(title, rows, more_is_better=True, no_peers=[bound]), flush=True)
+            for label, row in rows.items():
                 if {ours, bound} <= {*row}:
                     parts = [a / b for a, b in zip(row[ours], row[bound], strict=True)]
-                    print(f"{label}: {spread(parts).strip()} of {bound}", flush=True)
+                    print(f"{label}: {spread(parts).strip()} of {bound}")
+            print(flush=True)
 
 
-def train(contender: str, job: str, ranks: Sequence[str], rate: str) -> dict[str, float]:
-    """Train a job with one worker on each of these hosts, by rank; return rank 0's figures."""
+class Team:
+    """The workers of a contender, by rank, which are stopped between its turns.
+
+    `steps` is the log of the first one's `Stopwatch`.
+    """
+
+    def __init__(self, title: str, job: Job, workers: Workers, steps: Path) -> None:
+        self._title, self._job, self._workers, self._path = title, job, workers, steps
+        self._read = 0  # lines of the log
+        self._step_seconds = 0.0
+
+    def warm_up(self) -> None:
+        """Wait for the first steps."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(steps := self._new_steps()) < WARM_UP_STEPS:
+            ended = any(process.poll() is not None for process in self._workers.processes)
+            if ended or time.monotonic() > deadline:
+                texts = "\n".join(self._workers.texts())
+                raise SystemExit(f"{self._title} made {len(steps)} steps:\n{texts}")
+            self._read = 0
+            time.sleep(0.1)
+        self._signal(signal.SIGSTOP)
+        self._step_seconds = steps[-1][1] - steps[-1][0]
+
+    def turn(self) -> float:
+        """Train for some seconds; return the samples a second of the steps made meanwhile."""
+        self._signal(signal.SIGCONT)
+        started = time.perf_counter()
+        time.sleep(max(TURN_SECONDS, TURN_STEPS * self._step_seconds))
+        self._signal(signal.SIGSTOP)
+        steps = [step for step in self._new_steps() if step[0] >= started]
+        if not steps:
+            texts = "\n".join(self._workers.texts())
+            raise SystemExit(f"{self._title} made no step in its turn:\n{texts}")
+        self._step_seconds = (steps[-1][1] - steps[0][0]) / len(steps)
+        return len(steps) * self._job.batch_size / sum(seconds for *_, seconds in steps)
+
+    def _new_steps(self) -> list[list[float]]:
+        """Return when each step began and ended, and its time, since the last call."""
+        lines = self._path.read_text("ascii").splitlines() if self._path.exists() else []
+        new, self._read = lines[self._read :], len(lines)
+        return [[float(value) for value in line.split()] for line in new]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._workers.processes:
+            process.send_signal(number)
+
+
+@contextmanager
+def team(contender: str, job: str, ranks: Sequence[str], rate: str, port: int) -> Iterator[Team]:
+    """Start a contender's workers, one on each of these hosts, by rank; end them after the block.
+
+    Contenders of several jobs may run at once, on different ports.
+    """
     link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate))}
-    output = run(contender, job, ranks, link)
-    found = {name: values[0] for name, values in values_in(output).items()}
-    if not found:
-        raise SystemExit(f"{contender} printed no figures of {job}")
-    return found
+    with TemporaryDirectory() as logs:
+        variables = {**link, LOGS: logs, "MASTER_PORT": str(port)}
+        with started(contender, job, ranks, variables) as workers:
+            yield Team(contender, JOBS[job], workers, Path(logs, "0"))
 
 
 def verify(names: Sequence[str], contender: str, job: str) -> int:
@@ -129,16 +191,47 @@ def verify(names: Sequence[str], contender: str, job: str) -> int:
     return print_report(traces, VERIFIED_LANES)
 
 
-def run(
-    contender: str, job: str, ranks: Sequence[str], more: Mapping[str, str] | None = None
-) -> str:
+def run(contender: str, job: str, ranks: Sequence[str], more: Mapping[str, str]) -> str:
     """Run one worker on each of these hosts, by rank; return the output of the first one.
 
     The exit status does not matter, since gloo sometimes aborts a worker that exits.
     """
+    with started(contender, job, ranks, more) as workers:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        try:
+            for process in workers.processes:
+                process.wait(deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            raise SystemExit(
+                f"{contender} on {job} still ran after {LIMIT_SECONDS} seconds"
+            ) from None
+        texts = workers.texts()
+    if any(process.returncode for process in workers.processes) and not values_in(texts[0]):
+        raise SystemExit("\n".join([f"{contender} on {job} failed:", *texts]))
+    return texts[0]
+
+
+class Workers(NamedTuple):
+    """Processes and the files with their output, by rank."""
+
+    processes: list[subprocess.Popen[bytes]]
+    outputs: list[IO[str]]
+
+    def texts(self) -> list[str]:
+        """Return the output of each worker so far."""
+        for output in self.outputs:
+            output.seek(0)
+        return [output.read() for output in self.outputs]
+
+
+@contextmanager
+def started(
+    contender: str, job: str, ranks: Sequence[str], more: Mapping[str, str]
+) -> Iterator[Workers]:
+    """Start one worker on each of these hosts, by rank; kill them after the block."""
     worker = [sys.executable, "-m", "benchmarks.contenders", contender, job]
     with ExitStack() as exits:
-        processes, outputs = [], []
+        workers = Workers([], [])
         for rank, name in enumerate(ranks):
             variables = {
                 **os.environ,
@@ -150,31 +243,17 @@ def run(
                 "MASTER_ADDR": address(1),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": DEVICE,
-                **(more or {}),
+                **more,
             }
-            outputs.append(exits.enter_context(TemporaryFile("w+")))
+            workers.outputs.append(exits.enter_context(TemporaryFile("w+")))
             command = ["nsenter", f"--net=/run/netns/{name}", *worker]
             process = subprocess.Popen(
-                command, env=variables, stdout=outputs[-1], stderr=subprocess.STDOUT
+                command, env=variables, stdout=workers.outputs[-1], stderr=subprocess.STDOUT
             )
             exits.callback(process.wait)
             exits.callback(process.kill)
-            processes.append(process)
-        deadline = time.monotonic() + LIMIT_SECONDS
-        try:
-            for process in processes:
-                process.wait(deadline - time.monotonic())
-        except subprocess.TimeoutExpired:
-            raise SystemExit(
-                f"{contender} on {job} still ran after {LIMIT_SECONDS} seconds"
-            ) from None
-        texts = []
-        for output in outputs:
-            output.seek(0)
-            texts.append(output.read())
-    if any(process.returncode for process in processes) and not values_in(texts[0]):
-        raise SystemExit("\n".join([f"{contender} on {job} failed:", *texts]))
-    return texts[0]
+            workers.processes.append(process)
+        yield workers
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -14,14 +16,25 @@ import torch.distributed as dist
 
 from benchmarks.jobs import Job
 
+LOGS = "STEP_LOGS"  # environment variable: a directory for the times of steps
+
 _KEPT: list[object] = []
 
 
 class Stopwatch:
-    """Count a worker's steps, and time those after the warm-up."""
+    """Count a worker's steps, and time those after the warm-up.
+
+    If `STEP_LOGS` is set, steps never end. The file of that directory that is named after the
+    worker's rank gets a line per step: when it began, when it ended, and its time, in seconds.
+    """
 
     def __init__(self, job: Job) -> None:
         self.steps = job.warmup_steps + job.steps
+        self._log = None
+        if LOGS in os.environ:
+            path = Path(os.environ[LOGS], os.environ["RANK"])
+            self._log, self.steps = path.open("w", buffering=1, encoding="ascii"), sys.maxsize
+        self._since = time.perf_counter()  # of the current step
         self._job = job
         self._done = 0
         self._started = self._seconds = math.nan
@@ -36,13 +49,22 @@ class Stopwatch:
 
     def step(self, loss: torch.Tensor | float) -> bool:
         """Count a step that just ended with a loss; return whether it was the last one."""
+        now = time.perf_counter()
+        seconds = self._time(now)
+        if self._log is not None:
+            print(self._since, now, seconds, file=self._log)
         self._done += 1
         if self._done == self._job.warmup_steps:
             self._started = time.perf_counter()
         if self._done == self.steps:
             self._seconds = time.perf_counter() - self._started
             self._loss = torch.as_tensor(loss).item()
+        self._since = time.perf_counter()
         return self._done == self.steps
+
+    def _time(self, now: float) -> float:
+        """Return the time of the step that ends now."""
+        return now - self._since
 
     def figures(self) -> dict[str, float]:
         """Return the speed of all workers, this worker's memory, and its loss at the last step."""

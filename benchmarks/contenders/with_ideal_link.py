@@ -38,7 +38,6 @@ class IdealStopwatch(Stopwatch):
         super().__init__(job)
         self._rate, self._burst = rate, burst
         self._completed: list[tuple[float, int]] = []  # moment and size of each gradient
-        self._since = time.perf_counter()
         self._least: list[float] = []  # seconds of each step
 
     def note(self, parameter: torch.nn.Parameter, itemsize: int) -> None:
@@ -49,14 +48,11 @@ class IdealStopwatch(Stopwatch):
 
         parameter.register_post_accumulate_grad_hook(complete)
 
-    def step(self, loss: torch.Tensor | float) -> bool:
-        """Count a step."""
-        is_last, now = super().step(loss), time.perf_counter()
+    def _time(self, now: float) -> float:
         seconds = least_seconds(self._since, now, self._completed, self._rate, self._burst)
         self._least.append(seconds)
         self._completed.clear()
-        self._since = time.perf_counter()
-        return is_last
+        return seconds
 
     def figures(self) -> dict[str, float]:
         """Return the speed with the link."""

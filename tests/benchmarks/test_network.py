@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 
@@ -39,12 +40,18 @@ def test_fast_links_may_send_more_at_once():
 
 def test_tables_compare_equal_precision(monkeypatch, capsys):
     speeds = {"samestep": 3.0, "ddp": 2.0, "samestep-16": 9.0, "ddp-fp16": 6.0}
+
+    class Team:
+        def __init__(self, name, ranks):
+            self.turn = lambda: speeds[name] * len(ranks)
+
+        def warm_up(self):
+            pass
+
     monkeypatch.setattr(
-        network,
-        "train",
-        lambda name, job, ranks, rate: {"samples_a_second": speeds[name] * len(ranks)},
+        network, "team", lambda name, job, ranks, rate, port: nullcontext(Team(name, ranks))
     )
-    arguments = ["--jobs", "mlp", "--rounds", "2", "--contenders", *speeds]
+    arguments = ["--jobs", "mlp", "--turns", "2", "--contenders", *speeds]
     monkeypatch.setattr("sys.argv", ["network", *arguments])
     network.measure(["a", "b"], "1gbit", 2, network.arguments())
     full, in_16_bits = capsys.readouterr().out.strip().split("\n\n")
