@@ -23,7 +23,7 @@ class Contender:
     """A way to train a job: `train` in `module` with `options`.
 
     A tuned peer has options beyond the first pages of its documentation. Those with 16 bits
-    exchange rounded gradients, so they are compared to each other only. A bound adds no gradients.
+    exchange rounded gradients, so they are compared to each other only. A bound exchanges nothing.
     """
 
     title: str
@@ -69,8 +69,6 @@ CONTENDERS = {
     ),
     "ideal": Contender("ideal link", "with_ideal_link", "bound"),
     "ideal-16": Contender("ideal link, 16 bits", "with_ideal_link", "bound", {"itemsize": 2}),
-    "tcp": Contender("plain TCP", "with_plain_tcp", "bound"),
-    "tcp-16": Contender("plain TCP, 16 bits", "with_plain_tcp", "bound", {"itemsize": 2}),
 }
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache, partial
 from statistics import mean
@@ -56,19 +55,6 @@ def test_an_ideal_link_trains_and_sends_all_gradients_in_each_step(name, itemsiz
     figures = CONTENDERS[name].train(job)
     assert figures["samples_a_second"] == pytest.approx(SAMPLES / (nbytes / rate), rel=1e-2)
     assert figures["loss"] == pytest.approx(plain_loss("layers"), rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["tcp", "tcp-16"])
-def test_plain_tcp_carries_bytes_while_each_worker_trains_alone(name):
-    CONTENDERS[name].load()  # once here, not in every worker
-
-    def body():
-        os.environ["LOCAL_RANK"] = "0"  # each worker is the first one of a host
-        return CONTENDERS[name].train(SMALL["layers"])
-
-    for figures in run_workers(body, WORKERS):
-        assert figures["samples_a_second"] > 0
-        assert 0 < figures["loss"] < 10
 
 
 @pytest.mark.long
