@@ -85,7 +85,7 @@ def connect(address: str, port: int, secret: bytes, seconds: float) -> socket.so
 
 @dataclass(eq=False)
 class Transfer:
-    """A tensor that is sent or received; its memory is let go of when it is done."""
+    """A tensor that is sent or received."""
 
     key: Key
     data: memoryview
@@ -140,6 +140,7 @@ class Channel:
                 if remaining <= 0:
                     raise TimeoutError("the other worker sent or received nothing")
                 self._changed.wait(remaining)
+            self._awaited = None
         if not transfer.is_done:
             assert self._failure is not None  # noqa: S101
             raise self._failure
@@ -233,6 +234,7 @@ class Channel:
             _check(len(transfer.data), size)
             _fill(self._connection, transfer.data)
             self._complete(transfer)
+            del transfer  # with its memory, before waiting for the next one
 
     def _expected_as(self, key: Key) -> Transfer:
         """Return what waits for this key, if necessary when it is posted."""
