@@ -118,18 +118,15 @@ class Team:
 
     def __init__(self, title: str, job: Job, workers: Workers, steps: Path) -> None:
         self._title, self._job, self._workers, self._path = title, job, workers, steps
-        self._read = 0  # lines of the log
         self._step_seconds = 0.0
 
     def warm_up(self) -> None:
         """Wait for the first steps."""
         deadline = time.monotonic() + LIMIT_SECONDS
-        while len(steps := self._new_steps()) < WARM_UP_STEPS:
+        while len(steps := self._steps()) < WARM_UP_STEPS:
             ended = any(process.poll() is not None for process in self._workers.processes)
             if ended or time.monotonic() > deadline:
-                texts = "\n".join(self._workers.texts())
-                raise SystemExit(f"{self._title} made {len(steps)} steps:\n{texts}")
-            self._read = 0
+                raise self._made(len(steps))
             time.sleep(0.1)
         self._signal(signal.SIGSTOP)
         self._step_seconds = steps[-1][1] - steps[-1][0]
@@ -140,18 +137,19 @@ class Team:
         started = time.perf_counter()
         time.sleep(max(TURN_SECONDS, TURN_STEPS * self._step_seconds))
         self._signal(signal.SIGSTOP)
-        steps = [step for step in self._new_steps() if step[0] >= started]
+        steps = [step for step in self._steps() if step[0] >= started]
         if not steps:
-            texts = "\n".join(self._workers.texts())
-            raise SystemExit(f"{self._title} made no step in its turn:\n{texts}")
+            raise self._made(0)
         self._step_seconds = (steps[-1][1] - steps[0][0]) / len(steps)
         return len(steps) * self._job.batch_size / sum(seconds for *_, seconds in steps)
 
-    def _new_steps(self) -> list[list[float]]:
-        """Return when each step began and ended, and its time, since the last call."""
+    def _steps(self) -> list[list[float]]:
+        """Return when each step so far began and ended, and its time."""
         lines = self._path.read_text("ascii").splitlines() if self._path.exists() else []
-        new, self._read = lines[self._read :], len(lines)
-        return [[float(value) for value in line.split()] for line in new]
+        return [[float(value) for value in line.split()] for line in lines]
+
+    def _made(self, steps: int) -> SystemExit:
+        return SystemExit("\n".join([f"{self._title} made {steps} steps:", *self._workers.texts()]))
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._workers.processes:
@@ -162,7 +160,7 @@ class Team:
 def team(contender: str, job: str, ranks: Sequence[str], rate: str, port: int) -> Iterator[Team]:
     """Start a contender's workers, one on each of these hosts, by rank; end them after the block.
 
-    Contenders of several jobs may run at once, on different ports.
+    Several contenders may run at once, on different ports.
     """
     link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate))}
     with TemporaryDirectory() as logs:
