@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from contextlib import nullcontext
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,16 +42,10 @@ def test_fast_links_may_send_more_at_once():
 def test_tables_compare_equal_precision(monkeypatch, capsys):
     speeds = {"samestep": 3.0, "ddp": 2.0, "samestep-16": 9.0, "ddp-fp16": 6.0}
 
-    class Team:
-        def __init__(self, name, ranks):
-            self.turn = lambda: speeds[name] * len(ranks)
+    def team(name, job, ranks, rate, port):
+        yield SimpleNamespace(warm_up=lambda: None, turn=lambda: speeds[name] * len(ranks))
 
-        def warm_up(self):
-            pass
-
-    monkeypatch.setattr(
-        network, "team", lambda name, job, ranks, rate, port: nullcontext(Team(name, ranks))
-    )
+    monkeypatch.setattr(network, "team", contextmanager(team))
     arguments = ["--jobs", "mlp", "--turns", "2", "--contenders", *speeds]
     monkeypatch.setattr("sys.argv", ["network", *arguments])
     network.measure(["a", "b"], "1gbit", 2, network.arguments())
