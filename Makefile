@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and verify that one worker does the same'
 	@echo 'make test        run all tests except the long ones'
-	@echo 'make test-long   run the long tests, which CI leaves out: about five minutes on two cores'
+	@echo 'make test-long   run the long tests, which CI leaves out: about ten minutes on two cores'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, libraries of data, and programs for Ray, Hydra and submitit: about twelve minutes on two cores'
 	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'

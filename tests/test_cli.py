@@ -247,6 +247,7 @@ def test_misspelled_commands_and_flags_get_a_suggestion(arguments, suggestion, c
     assert suggestion in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_old_torch_is_named_with_what_is_needed():
     bound = re.search(r'"torch>=([\d.]+)"', PYPROJECT.read_text())[1]
     for version, is_old in (("2.5.1", True), (bound, False), ("2.13.0+cpu", False)):

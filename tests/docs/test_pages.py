@@ -32,7 +32,7 @@ NOT_RUN_BLOCKS = {
     "needs transformers": 1,
     "needs webdataset": 1,
 }
-LONG = (ROOT / "docs/index.md",)
+LONG = [ROOT / "docs" / f"{name}.md" for name in ("index", "tutorial", "resume", "determinism")]
 RUN = [
     pytest.param(page, marks=pytest.mark.long) if page in LONG else page
     for page in PAGES

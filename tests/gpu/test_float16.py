@@ -71,7 +71,14 @@ def trained_unsharded(options):
     return trained(options, fused=True, shards=False)
 
 
-@pytest.mark.parametrize("job", [trained_unfused, trained_fused, trained_unsharded])
+@pytest.mark.parametrize(
+    "job",
+    [
+        trained_fused,
+        pytest.param(trained_unfused, marks=pytest.mark.long),
+        pytest.param(trained_unsharded, marks=pytest.mark.long),
+    ],
+)
 def test_workers_agree_on_overflows(job, gpus):
     expected = gpus.call(job, {})
     assert expected[1] == [1024.0, 512.0, 512.0, 1024.0]

@@ -145,7 +145,7 @@ def test_a_group_that_exists_is_joined_and_stays(backend, hosts, gpus, expected)
 @pytest.mark.parametrize(
     ("options", "others"),
     [
-        ({}, {"shards": False}),
+        pytest.param({}, {"shards": False}, marks=pytest.mark.long),
         ({"precision": "bfloat16"}, {}),
         ({"exchange_dtype": "bfloat16"}, {"calls": 2, "loader_workers": 1}),
     ],

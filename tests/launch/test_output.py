@@ -489,7 +489,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "vit"
 SMALL = ["epochs=2", "evaluate_every=1", "batch_size=400", "model.depth=1", "model.width=16"]
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_rank_0_of_a_recipe_draws_a_bar_if_stderr_is_a_terminal(tmp_path, is_terminal):
     command = ["run", "-n", "2", str(RECIPE / "train.py"), str(RECIPE / "digits.yaml"), *SMALL]
     status, text = run_samestep(*command, folder=tmp_path, is_terminal=is_terminal)

@@ -212,6 +212,7 @@ def test_a_run_is_sent_elsewhere_by_options_before_the_script(data, tmp_path):
     assert b'"event":"finished"' in copy
 
 
+@pytest.mark.long
 def test_a_directory_before_the_script_is_continued_and_tested_from_there(data, tmp_path):
     options = ["--dir", "run"]
     run_command(tmp_path, "train.py", *SMALL, data, options=[*options, "--stop-after", "1"])

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
@@ -277,6 +278,7 @@ def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
     assert page.run("return document.getElementById('edit-notes')") is None
 
 
+@pytest.mark.long
 def test_a_setting_is_drawn_against_a_score(place, page, names):
     runs = [place / next(names) for _ in range(3)]
     for run, rate, name in zip(runs, (0.01, 0.1, 0.02), ("sgd", "adam", "sgd"), strict=True):

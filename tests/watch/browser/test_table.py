@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import pytest
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
@@ -196,6 +197,7 @@ def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, p
     page.until(f"return {ROWS}.length === 2")
 
 
+@pytest.mark.long
 def test_an_idle_table_is_loaded_once_and_keeps_the_focus(run, place, page, names):
     ended = {"event": "finished", "step": 1}
     for folder in (run, place / next(names)):  # the second is newer, and listed first
@@ -260,6 +262,7 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     page.wait_for([by_score[1], by_score[0], *by_score[2:]], listed, run.name)
 
 
+@pytest.mark.long
 def test_a_table_has_what_changes_without_an_event(run, page):
     """A row gets its best scores once the record is read, and a run becomes silent in time."""
     ended = {"event": "finished", "step": 2}
