@@ -36,7 +36,7 @@ from benchmarks.turns import in_turn, table
 from samestep.tools.trace import StepTrace, read_traces
 from samestep.tools.verify import print_report
 
-# ours first; the last compute without a network, and wait as long as their messages would take
+# ours first; the last compute without a network, and count the time of their messages
 FULL = ("samestep", "ddp", "ddp-fused", "zero1", "ideal")
 IN_16_BITS = ("samestep-16", "ddp-fp16", "ideal-16")
 PREFIX = "samestep-bench"

@@ -1,54 +1,72 @@
 """The least time of a step that a link between two hosts allows.
 
-A worker computes its part of each batch alone. Its gradients take as long as their bytes and the
-headers of TCP need at the link's rate, each from when autograd has completed it, but a burst of
-bytes takes no time. The update waits until the last gradient would have arrived. Nothing is sent,
-so the CPU has no work for the network.
+A worker computes its part of each batch alone, and notes when autograd completes each gradient. The
+host of the worker sends these at the full rate of the link, each as soon as it is complete, but a
+burst of bytes at once. Everything else that a network needs takes no time.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.contenders.stopwatch import Stopwatch
 from benchmarks.contenders.with_plain_loop import train_parts
 from benchmarks.jobs import Job
 
 RATE, BURST = "LINK_BYTES_A_SECOND", "LINK_BURST_BYTES"
-PAYLOAD = 1448 / 1514  # of an Ethernet frame: the rest is headers of Ethernet, IP and TCP
 
 
 def train(job: Job, *, itemsize: int = 4) -> dict[str, float]:
     """Train on a part of each batch; return the speed of all workers with such a link."""
-    parts, watch = job.build(), Stopwatch(job)
-    link = Link(PAYLOAD * float(os.environ[RATE]), PAYLOAD * float(os.environ[BURST]))
-
-    def send(parameter: Tensor) -> None:
-        link.send(parameter.numel() * itemsize, time.perf_counter())
-
-    def wait(*_: Any) -> None:
-        time.sleep(max(0.0, link.arrives_at - time.perf_counter()))
-
+    parts = job.build()
+    watch = IdealStopwatch(job, float(os.environ[RATE]), int(os.environ[BURST]))
     for parameter in parts.model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-    hook = register_optimizer_step_pre_hook(wait)
+        watch.note(parameter, itemsize)
     train_parts(parts, watch, job.batch_size // int(os.environ["WORLD_SIZE"]), fused=True)
-    hook.remove()
     return watch.figures()
 
 
-class Link:
-    """A link of `rate` bytes a second, which saves up for `burst` bytes at once."""
+class IdealStopwatch(Stopwatch):
+    """Times steps as if the gradients were sent over a link of `rate` bytes a second."""
 
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate, self._burst_seconds = rate, burst / rate
-        self.arrives_at = -self._burst_seconds  # what was sent last
+    def __init__(self, job: Job, rate: float, burst: int) -> None:
+        super().__init__(job)
+        self._rate, self._burst = rate, burst
+        self._completed: list[tuple[float, int]] = []  # moment and size of each gradient
+        self._least: list[float] = []  # seconds of each step
 
-    def send(self, size: int, now: float) -> None:
-        """Send bytes after all others."""
-        self.arrives_at = max(self.arrives_at, now - self._burst_seconds) + size / self._rate
+    def note(self, parameter: torch.nn.Parameter, itemsize: int) -> None:
+        """Note when autograd completes the parameter's gradient."""
+
+        def complete(_: Tensor) -> None:
+            self._completed.append((time.perf_counter(), parameter.numel() * itemsize))
+
+        parameter.register_post_accumulate_grad_hook(complete)
+
+    def _time(self, now: float) -> float:
+        seconds = least_seconds(self._since, now, self._completed, self._rate, self._burst)
+        self._least.append(seconds)
+        self._completed.clear()
+        return seconds
+
+    def figures(self) -> dict[str, float]:
+        """Return the speed with the link."""
+        timed = self._least[self._job.warmup_steps :]
+        speed = len(timed) * self._job.batch_size / math.fsum(timed)
+        return {**super().figures(), "samples_a_second": speed}
+
+
+def least_seconds(
+    started: float, ended: float, completed: list[tuple[float, int]], rate: float, burst: int
+) -> float:
+    """Return the time of a step: at each moment, what is not complete still has to be sent."""
+    least, size = ended - started, 0
+    for moment, more in reversed(completed):
+        size += more
+        least = max(least, moment - started + (size - burst) / rate)
+    return max(least, size / rate)  # a link saves up for a burst

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import network
-from benchmarks.contenders.with_ideal_link import Link
+from benchmarks.contenders.with_ideal_link import least_seconds
 from tests.needs import needs
 
 
@@ -57,11 +57,11 @@ def test_tables_compare_equal_precision(monkeypatch, capsys):
     assert "| samestep-16 | ddp-fp16 |" in in_16_bits
 
 
-def test_an_ideal_link_carries_gradients_in_order_at_its_rate_after_a_burst():
-    def arrivals(rate, burst, *sent):  # bytes and moment
-        link = Link(rate, burst)
-        return [link.send(*one) or link.arrives_at for one in sent]
-
-    assert arrivals(10.0, 0, (100, 1.0), (10, 2.0), (10, 20.0)) == [11.0, 12.0, 21.0]
-    assert arrivals(10.0, 100, (100, 1.0), (10, 2.0), (10, 20.0)) == [1.0, 2.0, 11.0]
-    assert arrivals(10.0, 100, (300, 1.0)) == [21.0]
+def test_an_ideal_link_is_busy_from_the_first_gradient_or_waits_for_the_last():
+    completed = [(1.0, 100), (2.0, 10)]  # moment and bytes
+    assert least_seconds(0.0, 3.0, completed, 1.0, 0) == 1.0 + 110
+    assert least_seconds(0.0, 3.0, completed, 50.0, 0) == 1.0 + 2.2
+    assert least_seconds(0.0, 3.0, completed, 50.0, 5) == 1.0 + 2.1
+    assert least_seconds(0.0, 3.0, completed, 25.0, 200) == 4.4  # all of it, at the link's rate
+    assert least_seconds(0.0, 3.0, [(1.0, 1), (2.0, 10)], 8.0, 0) == 2.0 + 1.25
+    assert least_seconds(0.0, 9.0, completed, 50.0, 0) == 9.0
