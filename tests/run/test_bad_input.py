@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import samestep as ss
 from samestep.cli import main
+from samestep.record import files
 from tests.jobs import Net, classify, images
 from tests.workers import run_workers, try_workers
 
@@ -499,6 +500,26 @@ def test_workers_have_the_same_directory(tmp_path):
         assert type(outcome.error) is ss.ConfigError
         words = "dir must be the same on all workers, got .*/0 on worker 0 and .*/1 on worker 1; "
         assert re.match(words, str(outcome.error))
+
+
+def test_hosts_that_do_not_share_the_directory_are_an_error_unless_only_the_record_is_kept(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "SHARE_SECONDS", 0.1)
+
+    def body(snapshot_every):
+        place = tmp_path / os.environ["RANK"]
+        place.mkdir(exist_ok=True)
+        os.chdir(place)  # one name for what are different directories, as on separate hosts
+        directory = "/proc/self/cwd/run"
+        with ss.init(lanes=2, dir=directory, snapshot_every=snapshot_every):
+            return (place / "run" / files.NAME).exists()
+
+    for outcome in try_workers(body, 2, 1):
+        assert type(outcome.error) is ss.ConfigError
+        words = "dir must be shared by all hosts, but worker 1 on .* does not see what worker 0 "
+        assert re.match(words, str(outcome.error))
+    assert run_workers(body, 2, None) == [True, False]
 
 
 def test_more_workers_than_lanes_is_an_error_on_every_worker():

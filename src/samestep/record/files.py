@@ -35,6 +35,7 @@ HEARTBEAT_SECONDS: Final = 5.0
 EXIT_SECONDS: Final = 2.0  # processes of a killed worker may still be exiting
 CLOSE_SECONDS: Final = 5.0  # for the storage to release the file
 LOST_SECONDS: Final = 15.0  # without a heartbeat, a run on another host is considered dead
+SHARE_SECONDS: Final = 10.0  # until all hosts see what one has written to a shared file system
 # struct flock of fcntl(2): type, whence, start, length, process ID
 _LOCK: Final = struct.Struct("@hhqqi4x")
 
@@ -159,6 +160,23 @@ class DirectoryLock:
             os.ftruncate(self._file, 0)
         self._set_lock(fcntl.F_UNLCK)  # other processes may have inherited the file
         os.close(self._file)
+
+
+def locked_by(directory: Path) -> str:
+    """Return the text that names the run that has locked a directory, "" if there is none."""
+    with suppress(OSError, UnicodeDecodeError):
+        return (directory / NAME).read_text("utf-8")
+    return ""
+
+
+def is_locked_by(directory: Path, text: str) -> bool:
+    """Return whether a directory was locked by that run, on any host."""
+    deadline = time.monotonic() + SHARE_SECONDS
+    while locked_by(directory) != text:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(SHARE_SECONDS / 100)
+    return True
 
 
 def boot() -> str:

@@ -33,7 +33,7 @@ from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.record import Record, open_record
 from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
-from samestep.record.files import DirectoryLock
+from samestep.record.files import DirectoryLock, is_locked_by, locked_by
 from samestep.record.sinks import check_sinks
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (
@@ -90,6 +90,7 @@ class Session:
         state = LauncherState.from_environment(os.environ)
         if config.dir is not None and is_main:
             self._exits.callback(DirectoryLock(config.dir, state, config.timeout).close)
+        self._check_directory(config)
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
@@ -171,27 +172,38 @@ class Session:
             self.progress.on_end = sampler.stop
             self._exits.callback(sampler.close)
 
-    def _gather_workers(self) -> list[dict[str, Any]]:
-        """Return a description of each worker by rank; warn if their results may differ.
+    def _check_directory(self, config: Config) -> None:
+        """Raise `ConfigError` if workers have different directories, or hosts do not share them."""
+        own, saves = config.dir, config.snapshot_every is not None
+        lock = "" if own is None else locked_by(own)
+        first, lock = self.world.broadcast_json([str(own), lock], "starting")
+        is_shared = own is None or str(own) != first or not saves or is_locked_by(own, lock)
+        row = [str(own), socket.gethostname(), is_shared]
+        rows = self.world.all_gather_json(row, "starting")
+        for rank, (path, host, is_shared) in enumerate(rows):
+            if path != first:
+                raise ConfigError(
+                    f"dir must be the same on all workers, got {first} on worker 0 and {path} on"
+                    f" worker {rank}; leave times and process ids out of its name"
+                )
+            if not is_shared:
+                raise ConfigError(
+                    f"dir must be shared by all hosts, but worker {rank} on {host} does not see"
+                    f" what worker 0 wrote to {first}; use a directory on a file system such as"
+                    " NFS, or, to record the run without snapshots, set snapshot_every=None"
+                )
 
-        Raises `ConfigError` if they have different directories.
-        """
+    def _gather_workers(self) -> list[dict[str, Any]]:
+        """Return a description of each worker by rank; warn if their results may differ."""
         worker = {
             "rank": self._process.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "local_rank": self._process.local_rank,
             "devices": [str(device) for device in self.devices],
-            "dir": str(self.config.dir),
             "environment": environment_of_results(self.config, self.devices),
         }
         workers = self.world.all_gather_json(worker, "starting")
-        for rank, one in enumerate(workers):
-            if one["dir"] != workers[0]["dir"]:
-                raise ConfigError(
-                    f"dir must be the same on all workers, got {workers[0]['dir']} on worker 0 and "
-                    f"{one['dir']} on worker {rank}; leave times and process ids out of its name"
-                )
         first = workers[0]["environment"]
         found = ((rank, differences(first, one["environment"])) for rank, one in enumerate(workers))
         rank, lines = next((pair for pair in found if pair[1]), (0, ""))
