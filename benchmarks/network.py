@@ -104,7 +104,7 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
             ours, *_, bound = group
             print(table(title, rows, more_is_better=True, no_peers=[bound]), flush=True)
             for label, row in rows.items():
-                if {ours, bound} <= {*row}:
+                if {ours, bound} <= row.keys():
                     parts = [a / b for a, b in zip(row[ours], row[bound], strict=True)]
                     print(f"{label}: {spread(parts).strip()} of {bound}")
             print(flush=True)

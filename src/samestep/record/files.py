@@ -89,6 +89,8 @@ class DirectoryLock:
         }
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(own).encode(), 0)
+        with suppress(OSError):  # not all file systems can
+            os.fsync(self._file)  # other hosts may see what was written only after that
 
     def _set_lock(self, kind: int) -> bool | None:
         """Return whether that was possible, None if the file system has no locks."""

@@ -175,7 +175,8 @@ class Session:
     def _check_directory(self, config: Config) -> None:
         """Raise `ConfigError` if workers have different directories, or hosts do not share them."""
         own, saves = config.dir, config.snapshot_every is not None
-        lock = "" if own is None else locked_by(own)
+        # the others look only afterwards: NFS remembers for a while that a file was not there
+        lock = locked_by(own) if own is not None and self._process.rank == 0 else ""
         first, lock = self.world.broadcast_json([str(own), lock], "starting")
         is_shared = own is None or str(own) != first or not saves or is_locked_by(own, lock)
         row = [str(own), socket.gethostname(), is_shared]
