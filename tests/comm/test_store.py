@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
 
-from samestep.cluster import find_process, listen_at_master
+from samestep.cluster import find_process, gloo_interface, listen_at_master
 from samestep.comm import token_store
+from samestep.comm.distributed import Distributed
+from samestep.comm.rendezvous import rendezvous
 from samestep.comm.store import WAIT_SECONDS, StoreClient
 from samestep.comm.token_store import TokenStore, join_store, store_variables
 from samestep.config import TOKEN
@@ -185,6 +187,27 @@ def test_workers_train_over_it_with_gloo(member):
         return total.tolist(), ranks
 
     assert run_workers(body, 3, member) == 3 * [([3.0, 3.0, 3.0], [0, 1, 2])]
+
+
+def test_worlds_leave_one_connection_to_the_coordinator(member):
+    def body(member):
+        os.environ.update(variables(member, os.environ["RANK"]))
+
+        def connections():
+            found = psutil.Process().net_connections("tcp")
+            return sum(one.raddr == member.address for one in found)
+
+        inherited, counts = connections(), []
+        for _ in range(2):
+            found = rendezvous(find_process(os.environ), 60.0, share=False)
+            with gloo_interface("127.0.0.1"):
+                world = Distributed(found, cuda=False)
+            counts.append(connections() - inherited)
+            world.close()
+            counts.append(connections() - inherited)
+        return counts
+
+    assert run_workers(body, 2, member) == 2 * [[3, 1, 3, 1]]
 
 
 def test_there_is_no_store_without_a_coordinator():

@@ -21,7 +21,7 @@ from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous
 from samestep.comm.shared_memory import Shared
 from samestep.comm.status import FORMING
-from samestep.comm.store import group_store
+from samestep.comm.store import destroy_group, group_store
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError
 from samestep.host import raise_file_limit
@@ -121,7 +121,7 @@ def _with_group(world: World, store: Store | None, config: Config) -> World:
 def end_group(world: World) -> None:
     """Destroy the default group if `connect` made it for users' code."""
     if world.made_group and dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_group(None)
 
 
 class HostMemoryWorld(World):

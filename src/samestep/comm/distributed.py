@@ -23,7 +23,7 @@ from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
-from samestep.comm.store import within
+from samestep.comm.store import destroy_group, within
 
 # A row is a message to all other workers: the length of its data, `what`, and the data.
 LENGTH_BYTES = 8
@@ -465,7 +465,7 @@ class Distributed(World):
             self._channel.close()
         # NCCL may wait forever for workers that have not failed
         if not (self._cuda and (self._failure or self.abandoned)):
-            dist.destroy_process_group(self._group)
+            destroy_group(self._group)
 
 
 def _is_of_gpu(error: Exception) -> bool:

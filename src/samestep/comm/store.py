@@ -138,9 +138,9 @@ class StoreClient:
         return bool(self._request("check", list(keys)))
 
     def close(self) -> None:
-        """Close the connection; most liveness sockets belong to the process."""
+        """Close the connection, unless it belongs to the process."""
         self._store = None
-        if self._owns_liveness and isinstance(self._liveness, socket.socket):
+        if self._owns_liveness and not isinstance(self._liveness, int):
             self._liveness.close()
 
     def _are_set_within(self, keys: Sequence[str], seconds: float) -> bool:
@@ -232,7 +232,7 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
         seconds=limit,
         key=_store_key(),
         is_own=isinstance(store, TokenStore),
-        owns_liveness=in_group,
+        owns_liveness=in_group or own is not store,
     )
     return prefixed, client
 
@@ -279,6 +279,14 @@ def group_store() -> tuple[Store, Any]:
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return store, inner
+
+
+def destroy_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group; None is the default group, whose connection to the store is closed too."""
+    inner = None if group else group_store()[1]
+    dist.destroy_process_group(group)
+    if isinstance(inner, TokenStore):
+        inner.close()
 
 
 def _group_store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness, bool]:

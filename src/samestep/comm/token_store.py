@@ -71,6 +71,12 @@ class TokenStore(Store):
         """Return the file descriptor: readable when a response arrives or the coordinator exits."""
         return self._link.fileno()
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._link.close()
+        if self in _open:
+            _open.remove(self)
+
     def clone(self) -> TokenStore:
         return TokenStore(*self._arguments, self.timeout)
 

@@ -36,7 +36,7 @@ class KeyValueStore:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, str] = {}  # in base64, as they arrive and leave
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     async def handle(self, request: Message) -> dict[str, Any]:
@@ -52,9 +52,8 @@ class KeyValueStore:
                 return await self._wait(_keys(request["keys"]), _seconds(request["seconds"]))
             case "get":
                 (key,) = keys = _keys([request["key"]])
-                return await self._wait(keys, _seconds(request["seconds"])) or {
-                    "value": to_text(self._values[key])
-                }
+                late = await self._wait(keys, _seconds(request["seconds"]))
+                return late or {"value": self._values[key]}
             case "multi_get":
                 keys = _keys(request["keys"])
                 late = await self._wait(keys, _seconds(request["seconds"]))
@@ -71,7 +70,7 @@ class KeyValueStore:
         texts: list[str] = []
         characters = 0
         for key in keys:
-            texts.append(to_text(self._values[key]))
+            texts.append(self._values[key])
             characters += len(texts[-1])
             if characters > MAX_ANSWER:
                 return texts[:-1] or texts
@@ -79,30 +78,30 @@ class KeyValueStore:
 
     def _change(self, request: Message) -> int | str | bool | None:
         (key,) = _keys([request["key"]])
-        held = self._values.get(key)
+        held = self._values.get(key, "")
         match request["do"]:
             case "set":
-                self._set(key, to_bytes(request["value"]))
+                self._set(key, _checked(request["value"]))
                 return None
             case "append":
-                self._set(key, (held or b"") + to_bytes(request["value"]))
+                self._set(key, to_text(to_bytes(held) + to_bytes(request["value"])))
                 return None
             case "add":
-                total = int(held or 0) + int(request["amount"])
-                self._set(key, b"%d" % total)
+                total = int(to_bytes(held) or 0) + int(request["amount"])
+                self._set(key, to_text(b"%d" % total))
                 return total
             case "compare_set":
-                expected, desired = to_bytes(request["expected"]), to_bytes(request["value"])
-                if held == expected or (held is None and not expected):
+                expected, desired = _checked(request["expected"]), _checked(request["value"])
+                if held == expected:
                     self._set(key, desired)
-                    return to_text(desired)
+                    return desired
                 # torch's stores return the expected value for a missing key
-                return to_text(expected if held is None else held)
+                return held if key in self._values else expected
             case "delete":
                 return self._values.pop(key, None) is not None
         raise ValueError(f"a store has no operation {request['do']!r}")
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _set(self, key: str, value: str) -> None:
         self._values[key] = value
         for waiting in self._waiting.pop(key, ()):
             if not waiting.done():
@@ -129,6 +128,12 @@ def _seconds(number: Any) -> float:
     if not 0 <= seconds <= MAX_SECONDS:
         raise ValueError(f"seconds must be from 0 to {MAX_SECONDS:g}, got {seconds}")
     return seconds
+
+
+def _checked(text: Any) -> str:
+    """Return a value's text. Raises `TypeError` or `ValueError` if it is invalid."""
+    to_bytes(text)
+    return str(text)
 
 
 def _keys(keys: Any) -> list[str]:
