@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from itertools import accumulate, pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from samestep.comm.channel import Channel
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
-from samestep.step import exchange, overlap
+from samestep.step import exchange, lane_engine, overlap
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import LossSpec, split_loss
 from samestep.step.layout import Layout
@@ -288,6 +289,45 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
     assert second == [*earlier, 3, 2, 1, 0, "exchange", "exchange", "exchange", *more] * 2
     (_, expected), _ = in_processes(2, body, limit)
     assert whole == expected
+
+
+@pytest.mark.parametrize("lanes_per_worker", [1, 2])
+def test_exchanges_of_parameters_that_no_longer_train_together_are_freed(lanes_per_worker):
+    def body(world):
+        if world.size > 1:
+            lane_engine.KEPT_CALLS, overlap.EARLY_BYTES = 2, 0
+        torch.manual_seed(0)
+        lanes = LaneEngine(world, Config(), 2 * lanes_per_worker, [CPU])
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+        replicate(model, CPU, world)
+        lanes.add(model)
+        found, exchanges, freed = [], {}, []
+        for step, trained in enumerate("abbbbcabc"):
+            for layer, trains in zip(
+                model, {"a": "10", "b": "01", "c": "11"}[trained], strict=True
+            ):
+                layer.requires_grad_(trains == "1")
+            batch = Batch(
+                0, lanes.own, [3] * lanes.lanes, (lane_batch(0, step + lane) for lane in lanes.own)
+            )
+            loss = LossSpec(lambda model, batch: model(batch).square().mean(), model)
+            lanes.backward(loss, batch, model, (step, 0), dict)
+            found.append(gradients(model))
+            model.zero_grad()
+            if world.size > 1:
+                exchanges.setdefault(
+                    trained, weakref.ref(lanes._last_overlap[-1].buckets[0].exchange)
+                )
+                freed.append("".join(name for name, one in exchanges.items() if one() is None))
+        hooks = [len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()]
+        return freed, hooks, found
+
+    ((_, _, expected),) = in_processes(1, body)
+    freed = ["", "", "", "", "", "a", "a", "a", "a"]  # only a new exchange frees others
+    hooks = [2, 2, 2, 2] if lanes_per_worker == 1 else [0, 0, 0, 0]  # of the new "a", "b" and "c"
+    assert in_processes(2, body) == 2 * [(freed, hooks, expected)]
+    hooks = [2, 0, 1, 0]  # the last ones of each bucket, and both of the new "a"
+    assert on_hosts(2, 2, body) == 2 * [(freed, hooks, expected)]
 
 
 def test_gradients_may_arrive_in_another_order_in_later_steps():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +35,9 @@ from samestep.step.layout import ALIGNMENT, flattened
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.shard import FlatBuffer, Shard
 from samestep.step.whole_batch import WholeBatchPass
+
+# calls of `backward` after which exchanges of other parameters are freed, if they need new ones
+KEPT_CALLS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -359,23 +362,31 @@ class LaneEngine(LaneContext):
         if self._last_overlap is not None:
             last, shards, overlap = self._last_overlap
             if last is parameters and shards == len(self.shards):
+                overlap.used_at = self._calls
                 return overlap
         cache_key = (len(self.shards), *map(id, parameters)) if self.world.size > 1 else ()
         if cache_key not in self._overlaps:
-            own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
-            if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
-                self._overlaps[cache_key] = EarlyExchange(
-                    own_buckets, parameters, self.world, self.manual.has_nested
-                )
-            elif own_buckets and self.lanes == self.world.size:  # several lanes are added first
-                self._overlaps[cache_key] = EarlyCopies(
-                    own_buckets, parameters, self.manual.has_nested
-                )
-            else:
-                self._overlaps[cache_key] = Overlap(own_buckets)
+            self._close_unused()
+            self._overlaps[cache_key] = self._new_overlap(parameters)
+        overlap = self._overlaps[cache_key]
+        overlap.used_at = self._calls
         if self.world.size > 1:
-            self._last_overlap = parameters, len(self.shards), self._overlaps[cache_key]
-        return self._overlaps[cache_key]
+            self._last_overlap = parameters, len(self.shards), overlap
+        return overlap
+
+    def _new_overlap(self, parameters: Parameters) -> Overlap:
+        own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
+        if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
+            return EarlyExchange(own_buckets, parameters, self.world, self.manual.has_nested)
+        if own_buckets and self.lanes == self.world.size:  # several lanes are added first
+            return EarlyCopies(own_buckets, parameters, self.manual.has_nested)
+        return Overlap(own_buckets)
+
+    def _close_unused(self) -> None:
+        """Free the exchanges of parameters that have not been trained together for long."""
+        for cache_key, overlap in list(self._overlaps.items()):
+            if self._calls - overlap.used_at > KEPT_CALLS:
+                self._overlaps.pop(cache_key).close()
 
     def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
         """Group sharded parameters by flat buffer, and the others by dtype and size."""

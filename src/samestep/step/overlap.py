@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.base import World
 from samestep.errors import WorldError
@@ -71,9 +72,16 @@ class Overlap:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
         self.order = buckets  # of their exchanges
+        self.used_at = 0  # the last call of `backward` that used it
+        self._hooks: dict[int, RemovableHandle] = {}  # by number of the parameter
         self._active = False
         self._sums: Mapping[Span, Gradients] = {}
         self._taken: dict[int, Gradients] = {}
+
+    def close(self) -> None:
+        """Leave the parameters as they are without it."""
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
     @contextmanager
     def active(self, sums: Mapping[Span, Gradients]) -> Iterator[Mapping[int, Gradients]]:
@@ -286,7 +294,7 @@ class EarlyCopies(Overlap):
             for number, (n, view) in enumerate(zip(bucket.numbers, views, strict=True)):
                 if n is not None and view.nbytes >= EARLY_BYTES:
                     hook = partial(self._arrived, n, views, number)
-                    parameters[n].register_post_accumulate_grad_hook(hook)
+                    self._hooks[n] = parameters[n].register_post_accumulate_grad_hook(hook)
 
     def _begin(self) -> None:
         wait_until_free([bucket.exchange for bucket in self.buckets])
