@@ -121,7 +121,7 @@ def measure_many(directory: Path) -> dict[str, float]:
         found[name] = time.perf_counter() - asked
         page.driver.get("about:blank")
 
-    with tempfile.TemporaryDirectory() as folder, browsing(Path(folder)) as driver:
+    with browsing() as driver:
         driver.get("about:blank")
         began = time.perf_counter()
         with serving(directory) as server:

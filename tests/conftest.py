@@ -9,6 +9,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import gc
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -54,3 +55,9 @@ def _default_signals() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported modules out of garbage collections, which would copy them in each fork."""
+    gc.collect()
+    gc.freeze()

@@ -62,12 +62,12 @@ def test_nothing_is_loaded_from_other_sites(site):
 
 
 @pytest.mark.long
-def test_code_fits_its_column(site, tmp_path):
+def test_code_fits_its_column(site):
     needs("chromium")
     needs("chromedriver")
     cut = "return [...document.querySelectorAll('pre')].some((e) => e.scrollWidth > e.clientWidth)"
     pages = [page for page in site.rglob("*.html") if page.parent.name != "_modules"]
-    with nothing_left(), browsing(tmp_path) as driver:
+    with nothing_left(), browsing() as driver:
         size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         found = []

@@ -29,14 +29,14 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def opened(place, tmp_path_factory):
+def opened(place):
     """Return the page of a server, in one browser for all tests."""
     needs("chromium")
     needs("chromedriver")
     with (
         nothing_left(),
         serving(place) as server,
-        browsing(tmp_path_factory.mktemp("chromium")) as driver,
+        browsing() as driver,
     ):
         yield Page(driver, server)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 from urllib.request import urlopen
@@ -82,19 +83,23 @@ def serving(*locations: Path, port: int = 0) -> Iterator[Server]:
 
 
 @contextmanager
-def browsing(folder: Path) -> Iterator[Chrome]:
-    """Start a browser whose profile and temporary files are in `folder`."""
+def browsing() -> Iterator[Chrome]:
+    """Start a browser with its profile in a folder of its own.
+
+    The folder's name is short: the path of a socket in it may have 107 characters.
+    """
     options = ChromeOptions()
     options.add_experimental_option("binary", CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
-        options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = Service(CHROMEDRIVER, env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder)})
-    driver = Chrome(options=options, service=service)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    with TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
+        for flag in (*FLAGS, f"--user-data-dir={folder}/profile"):
+            options.add_argument(flag)
+        service = Service(CHROMEDRIVER, env={**os.environ, "HOME": folder, "TMPDIR": folder})
+        driver = Chrome(options=options, service=service)
+        try:
+            yield driver
+        finally:
+            driver.quit()
 
 
 class Page:

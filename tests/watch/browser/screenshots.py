@@ -42,7 +42,7 @@ def main(out: Path) -> None:
         train_with_a_killed_worker(runs / "tissue", Path(folder, "tissue"))
         for name in ("histograms", "failed"):
             train(runs / name, EXAMPLE, name)
-        with stalled(runs / "stalled"), browsing(Path(folder)) as driver, serving(runs) as server:
+        with stalled(runs / "stalled"), browsing() as driver, serving(runs) as server:
             take_all(Page(driver, server), out)
 
 
