@@ -1,5 +1,7 @@
 """A connection of two workers that sends tensors both ways, with real sockets."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -83,6 +85,29 @@ def test_everything_fails_once_the_other_worker_has_left(channels, is_sending):
     for transfer in transfers:
         with pytest.raises(OSError, match=r"closed|reset|Broken|[Cc]onnection"):
             first.wait(transfer, SECONDS)
+
+
+def test_a_worker_that_leaves_is_noticed_although_its_child_lives(channels):
+    first, second = channels
+    child = os.fork()
+    if not child:
+        second.close()  # changes nothing for its parent
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        first.send_message(torch.ones(1, dtype=torch.uint8))
+        second.receive_message(torch.zeros(1, dtype=torch.uint8), SECONDS)
+        second.close()
+        with pytest.raises(ConnectionError):
+            first.receive_message(torch.zeros(1, dtype=torch.uint8), SECONDS)
+        with pytest.raises(OSError, match=r"closed|reset|Broken|[Cc]onnection"):
+            first.wait(first.receive((1, 0), torch.zeros(1)), SECONDS)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_tensor_of_another_size_is_an_error(channels):

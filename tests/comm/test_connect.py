@@ -191,6 +191,17 @@ def reduce_tensor(tensor, world_size):
     return reduced
 
 
+def test_a_script_may_destroy_the_group_before_the_run_ends(tmp_path):
+    def body():
+        with ss.init(lanes=2, dir=tmp_path) as run:
+            run.log(value=1.0)
+            dist.destroy_process_group()
+        return (tmp_path / "run.lock").read_text()  # the run has released its directory
+
+    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each worker is a host
+    assert run_workers(body, 2, environment=environment)[0] == ""
+
+
 def test_a_mean_over_the_group_is_that_of_the_workers():
     def body():
         with ss.init(lanes=4, process_group=True) as run:

@@ -114,3 +114,26 @@ def test_a_call_that_fails_in_the_last_lane_of_a_host_ends_the_run(failing):
 
     with pytest.raises(WorkerFailedError, match=r"sent to other hosts, so this worker cannot"):
         run_workers(body, 2, environment=APART)
+
+
+def test_nor_does_the_run_go_on_with_other_parameters():
+    def body():
+        torch.manual_seed(0)
+        with ss.init(lanes=2, dir=None, timeout=30) as run:
+            models = [run.replicate(nn.Sequential(nn.Linear(16, 16), nn.ReLU())) for _ in range(2)]
+
+            def failing_loss(net, batch):
+                hidden = net(batch)
+                if run.rank == 1:  # the other one has sent gradients by then
+                    hidden.register_hook(fail)
+                return hidden.square().mean()
+
+            for batch in run.batches(torch.randn(8, 16), 8, epochs=1):
+                if run.rank == 0:
+                    models[0][0].weight.register_hook(fail)
+                with pytest.raises(LaneError):
+                    run.backward(failing_loss, models[0], batch)
+                run.backward(lambda net, one: net(one).square().mean(), models[1], batch)
+
+    with pytest.raises(WorkerFailedError, match=r"sent to other hosts, so this worker cannot"):
+        run_workers(body, 2, environment=APART)

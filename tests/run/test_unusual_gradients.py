@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -163,3 +165,35 @@ def test_a_nested_pass_after_a_gradient_was_copied_is_an_error():
     with pytest.raises(WorkerFailedError, match=r"called backward\(\) itself and added") as caught:
         run_workers(lambda: train(step, layers(WIDTH), shard=False), 2)
     assert isinstance(caught.value.__cause__, LossError)
+
+
+def test_a_sparse_gradient_is_an_error_with_its_reason_on_several_hosts():
+    def body():
+        with ss.init(lanes=2, dir=None) as run:
+            model = run.replicate(nn.Embedding(9, 2, sparse=True))
+            for batch in run.batches(torch.arange(8), 4, epochs=1):
+                run.backward(squared, model, batch)
+
+    for environment in ({}, APART):
+        with pytest.raises(WorkerFailedError, match=r"has a sparse gradient.*use sparse=False"):
+            run_workers(body, 2, environment=environment)
+
+
+@pytest.mark.parametrize("environment", [{}, APART], ids=["one host", "two hosts"])
+def test_a_model_is_freed_after_its_run(environment):
+    def body():
+        models = []
+        for _ in range(2):
+            with ss.init(lanes=2, dir=None) as run:
+                model = run.replicate(layers(WIDTH))
+                optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+                for batch in run.batches(torch.randn(8, WIDTH), 4, epochs=1):
+                    run.backward(squared, model, batch)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                models.append(weakref.ref(model))
+            del model, optimizer, run, batch
+            gc.collect()
+        return [model() is None for model in models]
+
+    assert run_workers(body, 2, environment=environment) == 2 * [[True, True]]

@@ -50,7 +50,8 @@ class World(ABC):
     barriers and all gathering calls. `what` describes the purpose of a call in error messages.
     Calls raise `WorldError` if a worker has exited or times out. `exchange` names what carries
     gradients. `abandoned` is set once this worker has failed: the others may not have failed, so
-    no orderly shutdown is possible.
+    no orderly shutdown is possible. `is_exchanging`: a backward pass has begun to send gradients,
+    and has not ended.
 
     samestep's own messages are JSON and tensors. Only users' objects are pickled; with a
     `signing_key`, each is signed by its sender and verified before it is unpickled.
@@ -66,6 +67,7 @@ class World(ABC):
     made_group: bool = False
     exchange: str = "none"
     abandoned: bool = False
+    is_exchanging: bool = False
 
     @cached_property
     def status(self) -> WorkerStatus:

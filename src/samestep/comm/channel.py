@@ -108,6 +108,7 @@ class Channel:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_buffer(connection)
         self._connection, self._messages = connection, messages
+        self._process = os.getpid()
         self._active_at = 0.0  # time.monotonic() when a tensor was last queued, sent or received
         self._changed = Condition()  # also guards the next two
         self._failure: Exception | None = None
@@ -160,8 +161,10 @@ class Channel:
 
     def close(self) -> None:
         """Disconnect, and end the threads. A forked process leaves the connection to its parent."""
-        if any(thread.is_alive() for thread in self._threads):
+        if os.getpid() == self._process:  # the other worker notices, even if a fork lives
             self._fail(ConnectionAbortedError("this worker has left the world"))
+            with suppress(OSError):
+                self._messages.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         self._connection.close()

@@ -282,7 +282,12 @@ def group_store() -> tuple[Store, Any]:
 
 
 def destroy_group(group: dist.ProcessGroup | None) -> None:
-    """Destroy a group; None is the default group, whose connection to the store is closed too."""
+    """Destroy a group; None is the default group, whose connection to the store is closed too.
+
+    User code may have destroyed all groups.
+    """
+    if not dist.is_initialized():
+        return
     inner = None if group else group_store()[1]
     dist.destroy_process_group(group)
     if isinstance(inner, TokenStore):

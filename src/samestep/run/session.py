@@ -113,7 +113,7 @@ class Session:
         if is_main and not has_begun:
             set_other_snapshots_aside(config, resumed, attempt, self.record)
         self.lanes = LaneEngine(world, config, lanes, self.devices)
-        self._exits.callback(self.lanes.manual.close)
+        self._exits.callback(self.lanes.close)
         hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
         self._exits.callback(hook.remove)
         workers = self._gather_workers()
@@ -338,9 +338,11 @@ class Session:
 
     def close(self) -> None:
         """Leave the world and restore the state of the process."""
-        self.world.close()  # first: after a failure, others wait until this worker has left
-        self._exits.close()
-        end_group(self.world)
+        try:
+            self.world.close()  # first: after a failure, others wait until this worker has left
+        finally:
+            self._exits.close()
+            end_group(self.world)
 
 
 def find_snapshot(

@@ -123,6 +123,12 @@ class LaneEngine(LaneContext):
         self.buffers.add(module)
         self.manual.watch(module)
 
+    def close(self) -> None:
+        """Remove all hooks, which would keep the models in memory."""
+        self.manual.close()
+        for overlap in self._overlaps.values():
+            overlap.close()
+
     def places(self) -> dict[int, int]:
         """Return the places of parameters, by id, in the order of replicated modules."""
         return {number: place for place, number in enumerate(self._replicated)}

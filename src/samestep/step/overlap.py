@@ -177,12 +177,12 @@ class EarlyExchange(Overlap):
         }
 
     def _begin(self) -> None:
-        if self._is_begun:
+        if self._world.is_exchanging:  # also for other parameters
             raise WorldError(
                 "an exception ended an earlier run.backward when gradients had been sent to other"
                 " hosts, so this worker cannot go on; do not catch exceptions of a backward pass"
             )
-        self._is_begun = True
+        self._world.is_exchanging = self._is_begun = True
         wait_until_free([bucket.exchange for bucket in self.order])
         for bucket in self.order:
             bucket.exchange.receive()
@@ -202,7 +202,9 @@ class EarlyExchange(Overlap):
     def _is_next_complete(self) -> bool:
         if self._put == len(self.order):
             return False
-        return all(self._parameters[n].grad is not None for n in self._updated[self._put])
+        gradients = [self._parameters[n].grad for n in self._updated[self._put]]
+        # sparse gradients are rejected after backward
+        return all(one is not None and one.layout == torch.strided for one in gradients)
 
     def _keep_last_hooks(self) -> None:
         """Remove all hooks but those of the last gradients, once all buckets have been reached."""
@@ -213,7 +215,7 @@ class EarlyExchange(Overlap):
     def finish(self, own: Sequence[Gradients]) -> None:
         if not self._is_begun:  # the last lane has no samples
             self._begin()
-        self._is_begun = False
+        self._world.is_exchanging = self._is_begun = False
         self._keep_last_hooks()
         while self._put < len(self.order):
             bucket = self.order[self._put]
