@@ -154,3 +154,23 @@ def test_the_soft_limit_of_files_is_raised_and_never_lowered():
 
     assert run_workers(body, 1, (256, 4096)) == [(4096, 4096)]
     assert run_workers(body, 1, (4096, 4096)) == [(4096, 4096)]
+
+
+def test_a_launcher_keeps_files_of_several_runs_open_by_name(tmp_path):
+    with open_launcher_state(1) as state:
+        ends = {}
+        for name in ("one", "two"):
+            read, write = os.pipe()
+            state.keep_open(write, name)
+            os.close(write)
+            ends[name] = read
+        assert [state.is_open(name) for name in ("one", "two", "three")] == [True, True, False]
+        state.close_kept("two")
+        assert [state.is_open(name) for name in ("one", "two")] == [True, False]
+        assert os.read(ends["two"], 1) == b""  # closed
+        os.set_blocking(ends["one"], False)
+        with pytest.raises(BlockingIOError):  # still open
+            os.read(ends["one"], 1)
+    assert os.read(ends["one"], 1) == b""
+    for end in ends.values():
+        os.close(end)

@@ -92,21 +92,32 @@ class LauncherState:
     def keep_open(self, file: int, name: str) -> None:
         """Keep a file of this worker open, with its lock, until the launcher and all workers exit.
 
-        It stays in the buffer of a socket until `close_kept` reads it.
+        It stays in the buffer of a socket, with those of other runs, until `close_kept` reads it.
         """
         with self._socket(self.locks[0]) as sender:
             socket.send_fds(sender, [name.encode()], [file])
 
     def is_open(self, name: str) -> bool:
         """Return whether `keep_open` keeps a file of this name open."""
-        with self._socket(self.locks[1]) as receiver, suppress(BlockingIOError):
-            return receiver.recv(_BOARD_BYTES, socket.MSG_PEEK) == name.encode()
-        return False
+        return name in self._kept()
 
-    def close_kept(self) -> None:
-        """Close the file that is kept open."""
+    def close_kept(self, name: str) -> None:
+        """Close the file of this name that is kept open."""
+        self._kept(without=name)
+
+    def _kept(self, without: str = "") -> list[str]:
+        """Return the names of the files that are kept open; close one of them."""
+        kept = []
         with self._socket(self.locks[1]) as receiver, suppress(BlockingIOError):
-            receiver.recv(_BOARD_BYTES)
+            while True:
+                name, files, *_ = socket.recv_fds(receiver, _BOARD_BYTES, 1)
+                kept.append((name.decode(), files))
+        for text, files in kept:
+            for file in files:
+                if text != without:
+                    self.keep_open(file, text)
+                os.close(file)
+        return [text for text, _ in kept]
 
     @contextmanager
     def _socket(self, file: int) -> Iterator[socket.socket]:

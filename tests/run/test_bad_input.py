@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from contextlib import closing
 
 import pytest
@@ -507,19 +508,26 @@ def test_hosts_that_do_not_share_the_directory_are_an_error_unless_only_the_reco
 ):
     monkeypatch.setattr(files, "SHARE_SECONDS", 0.1)
 
-    def body(snapshot_every):
+    def body(snapshot_every, tracks):
         place = tmp_path / os.environ["RANK"]
         place.mkdir(exist_ok=True)
         os.chdir(place)  # one name for what are different directories, as on separate hosts
-        directory = "/proc/self/cwd/run"
-        with ss.init(lanes=2, dir=directory, snapshot_every=snapshot_every):
+        with ss.init(lanes=2, dir="/proc/self/cwd/run", snapshot_every=snapshot_every) as run:
+            if tracks:
+                run.track(model=nn.Linear(1, 1))
             return (place / "run" / files.NAME).exists()
 
-    for outcome in try_workers(body, 2, 1):
+    for outcome in try_workers(body, 2, 1, False) + try_workers(body, 2, None, True):
         assert type(outcome.error) is ss.ConfigError
         words = "dir must be shared by all hosts, but worker 1 on .* does not see what worker 0 "
         assert re.match(words, str(outcome.error))
-    assert run_workers(body, 2, None) == [True, False]
+    assert run_workers(body, 2, None, False) == [True, False]
+
+
+def test_workers_wait_half_of_the_timeout_for_a_shared_directory(tmp_path):
+    started = time.monotonic()
+    assert not files.is_locked_by(tmp_path, "another run", 0.2)
+    assert 0.1 <= time.monotonic() - started < files.SHARE_SECONDS / 2
 
 
 def test_more_workers_than_lanes_is_an_error_on_every_worker():

@@ -14,6 +14,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.config import Config
+from samestep.record import read_history
 from samestep.run.process import differences, environment_of_results
 from tests.faults import cut, flip_byte, kill_at
 from tests.jobs import (
@@ -346,19 +347,25 @@ def test_later_snapshots_are_set_aside_if_resume_names_an_earlier_start(
     assert starts == [0, start, start + 1, STEPS]
 
 
+@pytest.mark.parametrize(("scheme", "kept"), [("", (3, 4)), ("file://", (2, 3, 4))])
 def test_all_snapshots_are_set_aside_if_resume_names_one_of_another_run(
-    undisturbed, stopped_at, tmp_path
+    scheme, kept, undisturbed, stopped_at, tmp_path
 ):
     other, directory = stopped_at(3), tmp_path / "own"
     with pytest.raises(SystemExit):
-        train(image_job, directory, {"stop_after": 4, "seed": 1})
-    run_workers(train, 2, image_job, directory, {"resume": other / steps_of(3)[0], "stop_after": 5})
-    assert snapshots(next(directory.glob("superseded-*"))) == steps_of(2, 3, 4)
-    assert snapshots(directory) == steps_of(4, 5)
+        train(image_job, directory, {"stop_after": 5, "seed": 1})
+    resume = f"{scheme}{other / steps_of(2)[0]}"
+    run_workers(train, 2, image_job, directory, {"resume": resume, "stop_after": 4})
+    assert snapshots(next(directory.glob("superseded-*"))) == steps_of(3, 4, 5)
+    assert snapshots(directory) == steps_of(*kept)
     left = left_by(image_job, directory, 1, lanes=8)
     state = {name: value for name, value in undisturbed.items() if name.startswith("/")}
     assert state.items() <= left.items()
     assert "/model" in "".join(state)
+    # the record of the other run has the first steps
+    steps = [one["step"] for one in read_history(directory) if one["event"] == "scalars"]
+    assert min(steps) == 2
+    assert {0, 1} <= {one["step"] for one in events(directory, "scalars")}
 
 
 def test_newest_and_best_snapshots_are_kept(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from samestep.errors import ConfigError, SnapshotError
 from samestep.snapshot.manifest import NAME
-from samestep.storage import Storage
+from samestep.storage import Storage, StorageError
 from tests.jobs import events, image_job, left_by, left_in, snapshots, steps_of, train
 from tests.snapshot import functions
 from tests.workers import run_workers, try_workers
@@ -50,6 +50,32 @@ def test_a_run_starts_from_the_url_of_a_snapshot_and_sets_later_ones_aside(tmp_p
     assert aside["snapshots"] == steps_of(6, 8)
     assert snapshots(tmp_path / "far") == steps_of(4, 6)
     assert len(list((tmp_path / "far").glob("superseded-*/*/manifest.json"))) == 2
+
+
+def test_remote_snapshots_that_are_not_set_aside_yet_are_not_resumed_from(
+    tmp_path, url, monkeypatch
+):
+    old, new = {"snapshot_every": 2}, {"snapshot_every": 2, "seed": 1}
+    train(image_job, tmp_path / "run", {"remote": url, **old})
+
+    def fail(*_):
+        raise StorageError("the storage fails")
+
+    start_over = {"remote": url, **new, "resume": "never", "stop_after": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "copy", fail)
+        with pytest.raises(SnapshotError, match="the storage fails"):
+            train(image_job, tmp_path / "run", start_over)
+    assert snapshots(tmp_path / "far") == steps_of(4, 6, 8)
+    with pytest.raises(SystemExit):
+        train(image_job, tmp_path / "run", {"remote": url, **new, "stop_after": 5})
+    assert [event["step"] for event in events(tmp_path / "run", "resumed")] == [4]
+    assert snapshots(tmp_path / "far") == steps_of(2, 4, 5)
+    (aside,) = (tmp_path / "far").glob("superseded-*")
+    assert snapshots(aside) == steps_of(4, 6, 8)
+    with pytest.raises(SystemExit):  # later ones are set aside no more
+        train(image_job, tmp_path / "run", {"remote": url, **new, "stop_after": 6})
+    assert len(events(tmp_path / "run", "snapshots_set_aside")) == 2  # one in each place
 
 
 def die_while_sending(directory, url, files):

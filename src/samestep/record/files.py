@@ -35,7 +35,8 @@ HEARTBEAT_SECONDS: Final = 5.0
 EXIT_SECONDS: Final = 2.0  # processes of a killed worker may still be exiting
 CLOSE_SECONDS: Final = 5.0  # for the storage to release the file
 LOST_SECONDS: Final = 15.0  # without a heartbeat, a run on another host is considered dead
-SHARE_SECONDS: Final = 10.0  # until all hosts see what one has written to a shared file system
+# until all hosts see what one has written: NFS may remember for a minute that a file was not there
+SHARE_SECONDS: Final = 75.0
 # struct flock of fcntl(2): type, whence, start, length, process ID
 _LOCK: Final = struct.Struct("@hhqqi4x")
 
@@ -157,7 +158,7 @@ class DirectoryLock:
 
     def _release(self) -> None:
         if self._state is not None:
-            self._state.close_kept()
+            self._state.close_kept(str(self._path))
         with suppress(OSError):
             os.ftruncate(self._file, 0)
         self._set_lock(fcntl.F_UNLCK)  # other processes may have inherited the file
@@ -171,13 +172,16 @@ def locked_by(directory: Path) -> str:
     return ""
 
 
-def is_locked_by(directory: Path, text: str) -> bool:
-    """Return whether a directory was locked by that run, on any host."""
-    deadline = time.monotonic() + SHARE_SECONDS
+def is_locked_by(directory: Path, text: str, timeout: float) -> bool:
+    """Return whether a directory was locked by that run, on any host.
+
+    Waits for at most half of the `timeout` of the workers that wait for this one.
+    """
+    deadline = time.monotonic() + min(SHARE_SECONDS, timeout / 2)
     while locked_by(directory) != text:
         if time.monotonic() > deadline:
             return False
-        time.sleep(SHARE_SECONDS / 100)
+        time.sleep(SHARE_SECONDS / 1000)
     return True
 
 

@@ -261,7 +261,9 @@ def step_position(event: dict[str, Any]) -> StepPosition:
 
 def valid_until(start: dict[str, Any]) -> StepPosition:
     """Return the last position whose events stay valid after a start."""
-    return (_step(start) if start["event"] == "resumed" else -math.inf), False
+    # a snapshot from elsewhere continues another record
+    goes_on = start["event"] == "resumed" and start.get("continues", True)
+    return (_step(start) if goes_on else -math.inf), False
 
 
 def _step(event: dict[str, Any]) -> float:

@@ -110,7 +110,7 @@ class Recording:
         """Record scalars of the current step.
 
         Args:
-            means: Values by name. `Means` are recorded with their lowest and highest worker.
+            means: Values by name. `Means` are recorded with their minimum and maximum over workers.
             **scalars: More values by name. A mapping gets its name as a prefix: `critic=means`
                 records `critic/loss`.
 

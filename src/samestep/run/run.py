@@ -52,7 +52,8 @@ def init(*, settings: Any = None, **options: Any) -> Run:
     Args:
         settings: The job's own settings, such as its learning rate: nested dicts or dataclasses of
             plain values, which are recorded and shown, to compare runs. Other values become text.
-        **options: The options below. `SAMESTEP_*` environment variables override them.
+        **options: Options of the run, such as `lanes` and `dir`; `samestep run --help` lists all of
+            them. Flags of `samestep run` and `SAMESTEP_*` environment variables override them.
 
     Raises:
         ConfigError: An option is unknown or its value is invalid.
@@ -156,12 +157,14 @@ class Run(Collectives, Recording):
 
         Args:
             optimizer: An elementwise optimizer of `torch.optim`.
-            across: With several hosts, "host" makes each of them update all parameters, divided
-                among its workers: gradients are sent during backward, and no parameters. With
-                "world", parameters are divided among all workers, which takes the least memory,
-                and are sent after the update. By default the faster one that fits in
-                memory; the record's `sharded` event has the choice. GPUs, and hosts with different
-                numbers of workers, always use "world". The bits are the same.
+            across: What to divide the parameters among, if there are several hosts. The bits are
+                the same. With "host", each host updates all parameters, divided among its workers.
+                Gradients are sent during backward, and parameters are not sent. With "world",
+                parameters are divided among all workers and sent after the update. This takes the
+                least memory. The default is "host" with two hosts or a 16-bit exchange, if the
+                additional state fits in half of the free memory, and otherwise "world". GPUs, and
+                hosts with different numbers of workers, always use "world". The record's `sharded`
+                event has the choice.
 
         Returns:
             The same optimizer, changed in place.
@@ -501,10 +504,12 @@ class Run(Collectives, Recording):
 
         Raises:
             SnapshotError: A name is taken, or the snapshot does not fit an object.
+            ConfigError: With `snapshot_every=None`, `dir` is not shared by all hosts.
 
         Example:
             >>> run.track(model=model, optimizer=optimizer)
         """
+        self._session.check_shared(self._session.config)
         for name, item in objects.items():
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             self._session.snapshots.tracked.add(name, item, shard)

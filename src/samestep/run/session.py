@@ -60,6 +60,7 @@ class Session:
     def __init__(self, config: Config, process: ProcessInfo, settings: Mapping[str, Any]) -> None:
         self._process = process = locate(process, config.timeout)
         self._settings = settings
+        self._is_shared = False  # the directory, as far as `check_shared` knows
         self._exits = ExitStack()
         is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
         self._commit = CommitQuery() if config.dir is not None and is_first else None
@@ -174,25 +175,34 @@ class Session:
 
     def _check_directory(self, config: Config) -> None:
         """Raise `ConfigError` if workers have different directories, or hosts do not share them."""
-        own, saves = config.dir, config.snapshot_every is not None
-        # the others look only afterwards: NFS remembers for a while that a file was not there
-        lock = locked_by(own) if own is not None and self._process.rank == 0 else ""
-        first, lock = self.world.broadcast_json([str(own), lock], "starting")
-        is_shared = own is None or str(own) != first or not saves or is_locked_by(own, lock)
-        row = [str(own), socket.gethostname(), is_shared]
-        rows = self.world.all_gather_json(row, "starting")
-        for rank, (path, host, is_shared) in enumerate(rows):
-            if path != first:
+        paths = self.world.all_gather_json(str(config.dir), "starting")
+        for rank, path in enumerate(paths):
+            if path != paths[0]:
                 raise ConfigError(
-                    f"dir must be the same on all workers, got {first} on worker 0 and {path} on"
+                    f"dir must be the same on all workers, got {paths[0]} on worker 0 and {path} on"
                     f" worker {rank}; leave times and process ids out of its name"
                 )
-            if not is_shared:
+        if config.snapshot_every is not None:
+            self.check_shared(config)
+
+    def check_shared(self, config: Config) -> None:
+        """Raise `ConfigError` if hosts do not share the directory; collective, checked once."""
+        own = config.dir
+        if own is None or self._is_shared:
+            return
+        # the others look only afterwards: NFS remembers for a while that a file was not there
+        lock = locked_by(own) if self._process.rank == 0 else ""
+        lock = self.world.broadcast_json(lock, "starting")
+        row = [socket.gethostname(), is_locked_by(own, lock, config.timeout)]
+        for rank, (host, sees) in enumerate(self.world.all_gather_json(row, "starting")):
+            if not sees:
                 raise ConfigError(
                     f"dir must be shared by all hosts, but worker {rank} on {host} does not see"
-                    f" what worker 0 wrote to {first}; use a directory on a file system such as"
-                    " NFS, or, to record the run without snapshots, set snapshot_every=None"
+                    f" what worker 0 wrote to {own}; use a directory on a file system such as NFS,"
+                    " or, to record the run without snapshots, set snapshot_every=None and track"
+                    " nothing"
                 )
+        self._is_shared = True
 
     def _gather_workers(self) -> list[dict[str, Any]]:
         """Return a description of each worker by rank; warn if their results may differ."""
@@ -261,6 +271,7 @@ class Session:
             step=self.progress.step,
             epoch=self.progress.epoch,
             snapshot=None if resumed is None else str(resumed.path),
+            continues=last_own_step(self.config, resumed) >= 0,
             lanes=self.config.lanes,
             exchange=self.world.exchange,
             workers=[
@@ -385,7 +396,9 @@ def set_other_snapshots_aside(
     if config.dir is None or config.resume == "auto":
         return
     start = last_own_step(config, resumed)
-    others = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
+    current = None if resumed is None else resumed.path  # perhaps a download
+    later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
+    others = [path for path in later if path != current]
     aside = config.dir / f"superseded-{attempt}"
     for path in others:
         aside.mkdir(exist_ok=True)

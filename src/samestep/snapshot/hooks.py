@@ -21,7 +21,12 @@ from samestep.record.sinks import find_function
 from samestep.snapshot.commit import choose
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.read import check, inspect, list_snapshots, step_of
-from samestep.snapshot.remote import RemoteDirectory
+from samestep.snapshot.remote import (
+    RemoteDirectory,
+    forget_superseded,
+    set_superseded,
+    superseded,
+)
 from samestep.storage import StorageError
 
 CLOSE_SECONDS: Final = 2.0
@@ -180,6 +185,7 @@ class Mirror(Hook):
         names = self._remote.names()
         if self._set_aside is not None:
             names = self._without_later(names, *self._set_aside)
+            forget_superseded(self._directory)
             self._set_aside = None
         manifests = {Path(name): self._inspect(name) for name in names}
         remote = {path: manifest for path, manifest in manifests.items() if manifest is not None}
@@ -261,7 +267,11 @@ class PostCommitHooks:
         if function is not None:
             self._hooks.append(FunctionHook(function, self._queue))
         if remote is not None:
-            set_aside = None if config.resume == "auto" else (start, f"superseded-{attempt}")
+            set_aside = superseded(config.dir, remote.url)  # left by an earlier start
+            if config.resume != "auto":
+                start = min(start, set_aside[0]) if set_aside else start
+                set_aside = start, f"superseded-{attempt}"
+                set_superseded(config.dir, remote.url, *set_aside)
             limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
             mirror = Mirror(remote, config.dir, **limits, report=self._queue, set_aside=set_aside)
             self._hooks.append(mirror)

@@ -20,7 +20,7 @@ from samestep.snapshot.part import Contribution
 from samestep.snapshot.read import Snapshot
 from samestep.snapshot.resume import last_own_step
 from samestep.snapshot.state import States
-from samestep.snapshot.write import SnapshotWriter
+from samestep.snapshot.write import COMMIT_SECONDS, SnapshotWriter
 from samestep.step.shard import Shard, load_optimizer
 
 RESERVED = ("run", "streams")
@@ -152,6 +152,7 @@ class SnapshotManager:
                 report=record.event,
                 before_commit=record.sync,
                 on_commit=self._hooks.on_commit,
+                timeout_seconds=max(COMMIT_SECONDS, config.timeout),
             )
 
     @property

@@ -8,6 +8,7 @@ either completely or not at all. The checksums in the manifest detect later dama
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from samestep.snapshot.read import check, inspect, remove, sort_snapshots
 from samestep.storage import RETRIES, Retries, Storage, StorageError, sync, write_atomically
 
 _READERS: Final = 4
+# in a run's directory, until remote snapshots of another history are set aside
+_SUPERSEDED: Final = ".superseded.json"
 
 
 class RemoteDirectory:
@@ -150,6 +153,27 @@ class RemoteDirectory:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def superseded(directory: Path, url: str) -> tuple[int, str] | None:
+    """Return the step after which snapshots at a URL belong to another history, and their folder.
+
+    None if none are left to be moved there.
+    """
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        remote, step, folder = json.loads((directory / _SUPERSEDED).read_text("utf-8"))
+        return (int(step), str(folder)) if remote == url else None
+    return None
+
+
+def set_superseded(directory: Path, url: str, step: int, folder: str) -> None:
+    """Remember this until `forget_superseded`, even if the process is killed."""
+    write_atomically(directory / _SUPERSEDED, json.dumps([url, step, folder]).encode())
+
+
+def forget_superseded(directory: Path) -> None:
+    """Note that they were set aside."""
+    (directory / _SUPERSEDED).unlink(missing_ok=True)
 
 
 def _is_local(path: Path, manifest: Manifest) -> bool:

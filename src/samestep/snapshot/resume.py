@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.comm.base import World
-from samestep.config import Config
+from samestep.config import Config, is_url
 from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
-from samestep.snapshot.remote import RemoteDirectory
+from samestep.snapshot.remote import RemoteDirectory, superseded
 from samestep.storage import StorageError
 
 POLL_SECONDS: Final = 1.0
@@ -49,13 +49,20 @@ class Downloads:
     def names(self, report: Callable[..., object]) -> list[str]:
         """Return the names of snapshots that rank 0 finds, in the order of steps.
 
+        Those of another history that are not set aside yet are left out.
         If the storage fails, calls `report("remote_failed", url=..., reason=...)` and returns none.
         """
-        job = self._remote.names if self._world.rank == 0 else None
+        job = self._current_names if self._world.rank == 0 else None
         found = self._run_together(job, "looking for remote snapshots")[0]
         if found.unanswered:
             report("remote_failed", url=self.url, reason=found.fault)
         return found.names
+
+    def _current_names(self) -> list[str]:
+        names, pending = self._remote.names(), superseded(self._directory, self.url)
+        if pending is None:
+            return names
+        return [name for name in names if (step_of(Path(name)) or 0) <= pending[0]]
 
     def load(self, name: str) -> Snapshot:
         """Download a snapshot and load it. Raises `SnapshotError`.
@@ -210,9 +217,14 @@ def _candidates(
 def last_own_step(config: Config, resumed: Snapshot | None) -> int:
     """Return up to which step snapshots in `dir` belong to the history that the run continues.
 
-    It is -1 if none do: the run is new, or continues a snapshot in another directory.
+    It is -1 if none do: the run is new, or continues a snapshot in another directory, or one that
+    was downloaded from a URL other than `remote`.
     """
     if resumed is None or config.dir is None:
         return -1
-    is_own = resumed.in_memory or resumed.path.resolve().parent == config.dir.resolve()
-    return resumed.step if is_own else -1
+    if resumed.in_memory:
+        return resumed.step
+    folder, _, name = config.resume.rstrip("/").rpartition("/")
+    is_foreign = is_url(config.resume) and folder != (config.remote or "").rstrip("/")
+    is_in_dir = resumed.path.resolve().parent == config.dir.resolve()
+    return resumed.step if is_in_dir and not (is_foreign and resumed.path.name == name) else -1

@@ -34,6 +34,7 @@ from samestep.storage import sync
 Event = tuple[str, dict[str, Any]]
 
 GIVE_UP_SECONDS: Final = 2.0
+COMMIT_SECONDS: Final = 1800.0  # at least, for the parts of all workers
 _ATTEMPT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADVICE: Final = {
     errno.ENOSPC: "free some space there, or lower keep_last and keep_best",
@@ -69,7 +70,7 @@ class SnapshotWriter:
         report: Callable[..., object],
         before_commit: Callable[[], object] = lambda: None,
         on_commit: Callable[[Path], object] = lambda _: None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float = COMMIT_SECONDS,
     ) -> None:
         if not _ATTEMPT.fullmatch(attempt):
             raise SnapshotError(
