@@ -202,9 +202,11 @@ class EarlyExchange(Overlap):
     def _is_next_complete(self) -> bool:
         if self._put == len(self.order):
             return False
-        gradients = [self._parameters[n].grad for n in self._updated[self._put]]
         # sparse gradients are rejected after backward
-        return all(one is not None and one.layout == torch.strided for one in gradients)
+        return all(
+            (one := self._parameters[n].grad) is not None and one.layout == torch.strided
+            for n in self._updated[self._put]
+        )
 
     def _keep_last_hooks(self) -> None:
         """Remove all hooks but those of the last gradients, once all buckets have been reached."""
