@@ -72,7 +72,7 @@ def _close_stores():
     """Close the stores of a test, which stay open in a worker until it exits."""
     yield
     while token_store._open:
-        token_store._open.pop()._link.close()
+        token_store._open[-1].close()
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def _with_group(world: World, store: Store | None, config: Config) -> World:
 
 def end_group(world: World) -> None:
     """Destroy the default group if `connect` made it for users' code."""
-    if world.made_group and dist.is_initialized():
+    if world.made_group:
         destroy_group(None)
 
 

@@ -509,7 +509,7 @@ class Run(Collectives, Recording):
         Example:
             >>> run.track(model=model, optimizer=optimizer)
         """
-        self._session.check_shared(self._session.config)
+        self._session.check_shared()
         for name, item in objects.items():
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             self._session.snapshots.tracked.add(name, item, shard)

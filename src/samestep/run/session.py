@@ -60,7 +60,9 @@ class Session:
     def __init__(self, config: Config, process: ProcessInfo, settings: Mapping[str, Any]) -> None:
         self._process = process = locate(process, config.timeout)
         self._settings = settings
-        self._is_shared = False  # the directory, as far as `check_shared` knows
+        self.config = config
+        # what worker 0 wrote to the directory, until all hosts have seen it
+        self._lock: str | None = None
         self._exits = ExitStack()
         is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
         self._commit = CommitQuery() if config.dir is not None and is_first else None
@@ -91,7 +93,7 @@ class Session:
         state = LauncherState.from_environment(os.environ)
         if config.dir is not None and is_main:
             self._exits.callback(DirectoryLock(config.dir, state, config.timeout).close)
-        self._check_directory(config)
+        self._check_directory()
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
@@ -173,27 +175,28 @@ class Session:
             self.progress.on_end = sampler.stop
             self._exits.callback(sampler.close)
 
-    def _check_directory(self, config: Config) -> None:
+    def _check_directory(self) -> None:
         """Raise `ConfigError` if workers have different directories, or hosts do not share them."""
-        paths = self.world.all_gather_json(str(config.dir), "starting")
-        for rank, path in enumerate(paths):
-            if path != paths[0]:
+        own = self.config.dir
+        lock = locked_by(own) if own is not None and self._process.rank == 0 else ""
+        rows = self.world.all_gather_json([str(own), lock], "starting")
+        first, self._lock = rows[0]
+        for rank, (path, _) in enumerate(rows):
+            if path != first:
                 raise ConfigError(
-                    f"dir must be the same on all workers, got {paths[0]} on worker 0 and {path} on"
+                    f"dir must be the same on all workers, got {first} on worker 0 and {path} on"
                     f" worker {rank}; leave times and process ids out of its name"
                 )
-        if config.snapshot_every is not None:
-            self.check_shared(config)
+        if self.config.snapshot_every is not None:
+            self.check_shared()
 
-    def check_shared(self, config: Config) -> None:
+    def check_shared(self) -> None:
         """Raise `ConfigError` if hosts do not share the directory; collective, checked once."""
-        own = config.dir
-        if own is None or self._is_shared:
+        own, lock = self.config.dir, self._lock
+        if own is None or lock is None:
             return
-        # the others look only afterwards: NFS remembers for a while that a file was not there
-        lock = locked_by(own) if self._process.rank == 0 else ""
-        lock = self.world.broadcast_json(lock, "starting")
-        row = [socket.gethostname(), is_locked_by(own, lock, config.timeout)]
+        # worker 0 had written by then: NFS remembers for a while that a file was not there
+        row = [socket.gethostname(), is_locked_by(own, lock, self.config.timeout)]
         for rank, (host, sees) in enumerate(self.world.all_gather_json(row, "starting")):
             if not sees:
                 raise ConfigError(
@@ -202,7 +205,7 @@ class Session:
                     " or, to record the run without snapshots, set snapshot_every=None and track"
                     " nothing"
                 )
-        self._is_shared = True
+        self._lock = None
 
     def _gather_workers(self) -> list[dict[str, Any]]:
         """Return a description of each worker by rank; warn if their results may differ."""
