@@ -1,14 +1,15 @@
-"""Two hosts with a network between them: four jobs, trained by samestep and its peers.
+"""Hosts with a network between them: four jobs, trained by samestep and its peers.
 
-usage: python -m benchmarks.network [--turns 8] [--rates 1gbit 10gbit] [--workers 1 2]
+usage: python -m benchmarks.network [--hosts 2] [--turns 8] [--rates 1gbit 10gbit] [--workers 1 2]
                                     [--jobs JOB] [--contenders NAME]
 
-Run as root, on Linux with iproute2 and util-linux. The hosts are network namespaces with a link of
-limited rate, which this command makes and removes. Workers have one thread each. All contenders
+Run as root, on Linux with iproute2 and util-linux. The hosts are network namespaces, each with a
+link of limited rate to the other one, or to a switch if there are four. This command makes and
+removes them. Workers have one thread each. All contenders
 start a job, and then train in turns of seconds, while the others are stopped, because a machine's
 speed may change within a minute. Every ratio compares turns that follow each other. Contenders that
 exchange gradients in 16 bits have their own tables. At the end, every bit of the first steps is
-compared between samestep on one worker and on the workers of both hosts; the exit status is 1 if
+compared between samestep on one worker and on the workers of all hosts; the exit status is 1 if
 any differs.
 """
 
@@ -41,6 +42,7 @@ FULL = ("samestep", "ddp", "ddp-fused", "zero1", "ideal")
 IN_16_BITS = ("samestep-16", "ddp-fp16", "ideal-16")
 PREFIX = "samestep-bench"
 DEVICE = "cable"
+SWITCH = "switch"
 PORT = 29533
 BURST_SECONDS = 0.002  # at full rate; at least that of a large segment
 WARM_UP_STEPS = 4
@@ -56,10 +58,10 @@ def main() -> int:
     # so that the namespaces are removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     for rate in options.rates:
-        with hosts(rate) as names:
+        with hosts(rate, options.hosts) as names:
             for workers in options.workers:
                 measure(names, rate, workers, options)
-    with hosts(options.rates[0]) as names:
+    with hosts(options.rates[0], options.hosts) as names:
         ours = [n for n in options.contenders if CONTENDERS[n].module == "with_samestep"]
         return max((verify(names, n, job) for job in options.jobs for n in ours), default=0)
 
@@ -71,6 +73,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     add = parser.add_argument
+    add("--hosts", type=int, choices=(2, 4), default=2, help="default: 2")
     add("--turns", type=int, default=8, help="of each contender (default: 8)")
     rates = "of the link, each way, as tc understands them (default: 1gbit 10gbit)"
     add("--rates", nargs="+", default=["1gbit", "10gbit"], help=rates)
@@ -100,7 +103,7 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
             rows[f"{JOBS[job].title} ({JOBS[job].batch_size})"] = speeds
             print(f"{rate}, {workers} per host, {job}: {speeds}", file=sys.stderr, flush=True)
         if rows:
-            title = f"samples a second, {rate}, {workers} per host, {precision}"
+            title = f"samples a second, {len(names)} hosts, {rate}, {workers} per host, {precision}"
             ours, *_, bound = group
             print(table(title, rows, more_is_better=True, no_peers=[bound]), flush=True)
             for label, row in rows.items():
@@ -170,9 +173,10 @@ def team(contender: str, job: str, ranks: Sequence[str], rate: str, port: int) -
 
 
 def verify(names: Sequence[str], contender: str, job: str) -> int:
-    """Compare one worker with those of both hosts bit for bit; return the exit status."""
-    first, second = names
-    placed = {"1 worker": [first], "2 x 1": [first, second], "2 x 2": [first] * 2 + [second] * 2}
+    """Compare one worker with those of all hosts bit for bit; return the exit status."""
+    each = range(1, VERIFIED_LANES // len(names) + 1)
+    placed = {"1 worker": [names[0]]}
+    placed |= {f"{len(names)} x {n}": [name for name in names for _ in range(n)] for n in each}
     traces: dict[str, list[StepTrace]] = {}
     for title, ranks in placed.items():
         with TemporaryDirectory() as directory:
@@ -255,22 +259,33 @@ def started(
 
 
 @contextmanager
-def hosts(rate: str) -> Iterator[list[str]]:
-    """Make two namespaces with a link between them; remove them after the block."""
+def hosts(rate: str, number: int = 2) -> Iterator[list[str]]:
+    """Make namespaces with a link between two, or from each to a switch; remove them at the end."""
     remove_stale()
-    names = [f"{PREFIX}-{os.getpid()}-{number}" for number in (1, 2)]
-    first, second = names
+    prefix = f"{PREFIX}-{os.getpid()}"
+    names, switch = [f"{prefix}-{host}" for host in range(1, number + 1)], f"{prefix}-0"
+    limit = f"tbf rate {rate} burst {burst(rate)} latency 50ms"
     with ExitStack() as exits:
-        for name in names:
+        for name in [*names, *([switch] if number > 2 else [])]:
             command(f"ip netns add {name}")
             exits.callback(command, f"ip netns delete {name}")
-        command(f"ip link add {DEVICE} netns {first} type veth peer name {DEVICE} netns {second}")
-        for number, name in enumerate(names, start=1):
-            command(f"ip -n {name} address add {address(number)}/24 dev {DEVICE}")
-            command(f"ip -n {name} link set {DEVICE} up")
             command(f"ip -n {name} link set lo up")
-            limit = f"tbf rate {rate} burst {burst(rate)} latency 50ms"
-            command(f"tc -n {name} qdisc add dev {DEVICE} root {limit}")
+        ends = [(name, DEVICE) for name in names]
+        if number > 2:
+            command(f"ip -n {switch} link add {SWITCH} type bridge")
+            command(f"ip -n {switch} link set {SWITCH} up")
+            ends += [(switch, f"port{host}") for host in range(1, number + 1)]
+        half = len(ends) // 2
+        for (name, device), (other, peer) in zip(ends[:half], ends[half:], strict=True):
+            pair = f"{device} netns {name} type veth peer name {peer} netns {other}"
+            command(f"ip link add {pair}")
+            if other == switch:
+                command(f"ip -n {other} link set {peer} master {SWITCH}")
+        for host, name in enumerate(names, start=1):
+            command(f"ip -n {name} address add {address(host)}/24 dev {DEVICE}")
+        for name, device in ends:
+            command(f"ip -n {name} link set {device} up")
+            command(f"tc -n {name} qdisc add dev {device} root {limit}")
         yield names
 
 
@@ -283,7 +298,7 @@ def remove_stale() -> None:
 
 
 def address(number: int) -> str:
-    """Return the address of host 1 or 2."""
+    """Return the address of a host, from 1."""
     return f"10.213.7.{number}"
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -21,13 +23,21 @@ def _killed_run():
 
 
 @pytest.mark.usefixtures("_killed_run")
-def test_hosts_are_removed_after_an_error_and_those_of_killed_runs_at_the_next():
-    with pytest.raises(KeyError), network.hosts("1gbit") as names:  # noqa: PT012
+@pytest.mark.parametrize("number", [2, 4])
+def test_hosts_are_removed_after_an_error_and_those_of_killed_runs_at_the_next(number):
+    with pytest.raises(KeyError), network.hosts("1gbit", number) as names:  # noqa: PT012
         listed = network.command("ip netns list")
         assert "samestep-bench-0-1" not in listed
         assert all(name in listed for name in names)
+        assert len(names) == number
         for name in names:
             assert "tbf" in network.command(f"tc -n {name} qdisc show dev {network.DEVICE}")
+        for other in range(2, number + 1):
+            program = (
+                f"import socket; print(socket.socket().connect_ex(('{network.address(other)}', 9)))"
+            )
+            enter = ["ip", "netns", "exec", names[0], sys.executable, "-c", program]
+            assert int(subprocess.check_output(enter)) == errno.ECONNREFUSED
         raise KeyError
     assert f"samestep-bench-{os.getpid()}-" not in network.command("ip netns list")
 

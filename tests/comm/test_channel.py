@@ -1,16 +1,19 @@
 """A connection of two workers that sends tensors both ways, with real sockets."""
 
 import os
+import random
 import signal
 import socket
 import threading
 import time
+from itertools import combinations
 
 import pytest
 import torch
 
 from samestep.comm import channel as module
-from samestep.comm.channel import Channel, Listener, connect, limit_buffer
+from samestep.comm.base import Share
+from samestep.comm.channel import Channel, Listener, Reduction, connect, limit_buffer
 from samestep.comm.distributed import MESSAGE_BYTES
 
 LARGE = 1 << 22  # bytes, more than both kernels take in
@@ -22,8 +25,8 @@ def channels():
     connections = []
     for _ in range(2):
         with Listener("127.0.0.1") as listener:
-            first = connect(listener.address, listener.port, listener.secret, SECONDS)
-            connections.append((first, listener.accept(SECONDS)))
+            first = connect(listener.address, listener.port, listener.secret, (3, 1), SECONDS)
+            connections.append((first, listener.accept(SECONDS)[0]))
     pair = [Channel(*some) for some in zip(*connections, strict=True)]
     yield pair
     for one in pair:
@@ -196,18 +199,141 @@ def test_only_the_process_with_the_key_is_accepted(monkeypatch):
     monkeypatch.setattr(module, "HELLO_SECONDS", 0.2)
     with Listener("127.0.0.1") as listener:
         strangers = [socket.create_connection((listener.address, listener.port)) for _ in range(3)]
-        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(32))
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         strangers[1].close()  # and one that says nothing
         found = []
         thread = threading.Thread(target=lambda: found.append(listener.accept(SECONDS)))
         thread.start()
-        known = connect(listener.address, listener.port, listener.secret, SECONDS)
+        known = connect(listener.address, listener.port, listener.secret, (7, 1), SECONDS)
         thread.join(SECONDS)
-        assert found[0].getpeername() == known.getsockname()
+        ((accepted, label),) = found
+        assert (accepted.getpeername(), label) == (known.getsockname(), (7, 1))
         with pytest.raises(TimeoutError):
             listener.accept(0.1)
-        for one in (*strangers, *found, known):
+        for one in (*strangers, accepted, known):
             one.close()
+
+
+@pytest.fixture
+def meshed():
+    """Return the channels of three workers by rank, each by the rank of the other one."""
+    found = {rank: {} for rank in range(3)}
+    with Listener("127.0.0.1") as listener:
+        for low, high in combinations(range(3), 2):
+            ends = []
+            for number in range(2):
+                own = connect(
+                    listener.address, listener.port, listener.secret, (low, number), SECONDS
+                )
+                ends.append((own, listener.accept(SECONDS)[0]))
+            found[low][high], found[high][low] = (
+                Channel(*some) for some in zip(*ends, strict=True)
+            )
+    yield found
+    for some in found.values():
+        for one in some.values():
+            one.close()
+
+
+class Adder:
+    """A worker's share of a tensor, one element of two sums of each worker, and its reduction."""
+
+    def __init__(self, channels, rank, number):
+        self.rank, self.others, self.added_by = rank, list(channels), []
+        self.received = {other: [torch.full((1,), -1.0) for _ in range(2)] for other in channels}
+        self.totals = {other: torch.full((1,), -1.0) for other in channels}
+        self.total = torch.zeros(1)
+        share = Share(self.received, self.add, self.total, self.totals)
+        self.reduction = Reduction(channels, number, share)
+
+    def sums(self, adder):
+        return [torch.tensor([float(10**self.rank * (adder + 1) + n)]) for n in range(2)]
+
+    def send(self):
+        self.reduction.send({other: self.sums(other) for other in self.others})
+
+    def add(self):
+        self.added_by.append(threading.current_thread().name)
+        everything = [*self.received.values(), self.sums(self.rank)]
+        self.total.copy_(sum(one for some in everything for one in some))
+
+
+def test_each_worker_adds_a_share_and_gets_the_totals_of_the_others(meshed):
+    numbers = range(3)
+    adders = [[Adder(meshed[rank], rank, number) for rank in range(3)] for number in numbers]
+    sent = [(number, rank) for number in numbers for rank in range(3)]
+    random.Random(0).shuffle(sent)
+    for number, rank in sent:
+        adders[number][rank].send()
+    for some in adders:
+        for one in some:
+            one.reduction.wait(SECONDS)
+            assert one.reduction.is_done()
+            assert len(one.added_by) == 1
+            everything = {**one.totals, one.rank: one.total}
+            for rank, total in everything.items():
+                assert total.item() == 222 * (rank + 1) + 3
+
+
+def test_a_share_is_added_before_anyone_waits_for_it(meshed):
+    adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
+    for one in adders:
+        one.send()
+    deadline = time.monotonic() + SECONDS
+    while not all(one.reduction.is_done() for one in adders):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert any(name.startswith("samestep") for one in adders for name in one.added_by)
+
+
+def test_nothing_is_added_before_a_worker_has_sent_its_own_sums(meshed):
+    first, second, third = adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
+    second.send()
+    third.send()
+    deadline = time.monotonic() + SECONDS
+    while not all(transfer.is_done for _, transfer in first.reduction._sums):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [one.added_by for one in adders] == [[], [], []]
+    first.send()
+    assert first.added_by == ["MainThread"]
+    for one in adders:
+        one.reduction.wait(SECONDS)
+
+
+def test_an_error_of_an_addition_is_that_of_waiting_for_it(meshed):
+    adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
+
+    def fail():
+        raise RuntimeError("no memory")
+
+    adders[0].reduction._share = adders[0].reduction._share._replace(add=fail)
+    for one in adders:
+        one.send()
+    with pytest.raises(RuntimeError, match="no memory"):
+        adders[0].reduction.wait(SECONDS)
+
+
+def test_a_worker_that_leaves_before_it_has_sent_its_sums_is_noticed_by_the_others(meshed):
+    adders = [Adder(meshed[rank], rank, 1) for rank in range(2)]
+    for channel in meshed[2].values():
+        channel.close()
+    for one in adders:
+        one.send()
+    for one in adders:
+        with pytest.raises(OSError, match=r"closed|reset|Broken|[Cc]onnection"):
+            one.reduction.wait(SECONDS)
+
+
+def test_a_channel_may_be_idle_while_another_worker_is_awaited(meshed):
+    adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
+    for one in adders[:2]:
+        one.send()
+    later = threading.Thread(target=lambda: (time.sleep(2), adders[2].send()))
+    later.start()
+    adders[0].reduction.wait(2.5)  # the channel to worker 1 was idle for 2 s of them
+    later.join()
+    assert adders[0].totals[1].item() == 222 * 2 + 3
 
 
 class Connection:

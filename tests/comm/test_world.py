@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.comm import rendezvous
+from samestep.comm import distributed, rendezvous
+from samestep.comm.base import Share
 from samestep.comm.connect import HostMemoryWorld
 from samestep.comm.distributed import (
     HEAD_BYTES,
@@ -277,6 +278,7 @@ def test_large_exchanges_may_overlap():
 
 def test_large_messages_are_sent_in_pieces(monkeypatch):
     """One large message in each direction takes gloo twice as long as pieces in flight."""
+    monkeypatch.setattr(distributed, "MOST_HOSTS", 1)  # so that no channel replaces gloo
     sent = []
     send = dist.isend
     monkeypatch.setattr(
@@ -360,6 +362,29 @@ def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
     assert seconds < 60
     assert "swapping" in first
     assert "an earlier call failed, while swapping" in second
+
+
+def test_a_worker_that_exits_while_sums_are_awaited_is_an_error_within_seconds():
+    def body():
+        world = distributed_world(timeout=300, hosts=3)
+        others = [rank for rank in range(3) if rank != world.rank]
+        total = torch.zeros(LARGE)
+        received = {rank: [torch.zeros(LARGE)] for rank in others}
+        totals = {rank: torch.zeros(LARGE) for rank in others}
+        begin = world.begin_sums([Share(received, lambda: None, total, totals)], "adding")
+        world.barrier("starting")
+        if world.rank == 2:
+            os._exit(7)
+        started = time.monotonic()
+        (end,) = begin([{rank: [torch.ones(LARGE)] for rank in others}])
+        with pytest.raises(WorldError, match="adding"):
+            end.wait()
+        world.close()
+        return time.monotonic() - started
+
+    *outcomes, exited = try_workers(body, 3)
+    assert exited.exitcode == 7
+    assert all(outcome.value < 60 for outcome in outcomes)
 
 
 def test_the_timeout_of_a_swap_counts_from_its_first_message():

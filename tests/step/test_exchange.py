@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from functools import reduce
 from itertools import accumulate
 
@@ -144,12 +145,39 @@ def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed,
 
 
 @pytest.mark.parametrize(
-    ("hosts", "workers", "across"), [(2, 4, "host"), (2, 4, "world"), (3, 3, "host")]
+    ("hosts", "workers", "across"),
+    [(2, 4, "host"), (2, 4, "world"), (3, 3, "host"), (3, 3, "world"), (4, 4, "host")],
 )
-def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, across):
-    arguments = (LANES, [torch.float32, torch.bfloat16], range(2))
-    found = on_hosts(hosts, workers, exchanged, *arguments, across)
-    assert found == [expected_of(*arguments)] * workers
+@pytest.mark.parametrize("most_bytes", [64, 1 << 20])  # of the first part
+def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, across, most_bytes):
+    """With these numbers of lanes, hosts have one sum each, or some have several."""
+    everything = [(lanes, [torch.float32, torch.bfloat16], range(2)) for lanes in (8, 12, 13)]
+
+    def body(world):
+        exchange_module.CHUNK_BYTES = most_bytes
+        assert world.adds_early
+        return [exchanged(world, *arguments, across) for arguments in everything]
+
+    expected = [expected_of(*arguments) for arguments in everything]
+    assert on_hosts(hosts, workers, body) == [expected] * workers
+
+
+def test_shares_are_added_and_sent_on_before_anyone_waits_for_them():
+    hosts = 3
+
+    def body(world):
+        parameter = torch.nn.Parameter(torch.zeros(640))
+        exchange = Exchange([parameter], hosts, world, across="host")
+        exchange.receive()
+        exchange.put([[torch.full([640], world.rank + 1.0)]])
+        exchange.start()
+        deadline = time.monotonic() + 60
+        while not exchange._started[0].arrival.is_there():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return exchange.own_views[0][0].unique().tolist()
+
+    assert on_hosts(hosts, hosts, body) == [[6.0]] * hosts
 
 
 @pytest.mark.parametrize("round_to", [None, torch.bfloat16])
@@ -216,20 +244,25 @@ def test_large_gradients_whose_memory_lacks_an_operation_are_copied():
         assert on_hosts(2, 2, body, kind) == [bits(gradient.resolve_conj().resolve_neg() * 2)] * 2
 
 
-def test_an_exchange_that_was_not_used_ends_before_the_next_one():
-    """As after a loss that is not finite, in a program that goes on. gloo needs the memory."""
+@pytest.mark.parametrize("across", ["host", "world"])
+def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
+    """As after a loss that is not finite, in a program that goes on. Messages need the memory."""
     hosts = 3
 
     def body(world):
-        begin, underway = world.begin_all_to_all, []
+        begin, begin_sums, underway = world.begin_all_to_all, world.begin_sums, []
 
-        def watched(*arguments):
-            end = begin(*arguments)
+        def watched(end):
             underway.append(end)
-            return lambda: (end(), underway.remove(end))
+            return lambda: (end(), underway.remove(end) if end in underway else None)
 
-        world.begin_all_to_all = watched
-        exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], hosts, world)
+        def watched_sums(*arguments):
+            send = begin_sums(*arguments)
+            return lambda sums: [one._replace(wait=watched(one.wait)) for one in send(sums)]
+
+        world.begin_all_to_all = lambda *arguments: watched(begin(*arguments))
+        world.begin_sums = watched_sums
+        exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across)
         found = []
         for call in range(4):
             exchange.put([[torch.full([640], 10.0**call * (world.rank + 1))]])

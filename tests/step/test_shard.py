@@ -242,27 +242,29 @@ def test_hosts_that_update_all_parameters_save_each_part_once(across):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "round_to", "free", "expected"),
+    ("hosts", "adds_early", "free", "expected"),
     [
-        (2, None, 2000, "host"),
-        (2, None, 1999, "world"),
-        (2, None, None, "host"),
-        (3, None, 10**9, "world"),
-        (3, torch.bfloat16, 10**9, "host"),
-        (1, torch.bfloat16, 10**9, "world"),
+        (2, False, 2000, "host"),
+        (2, False, 1999, "world"),
+        (2, False, None, "host"),
+        (3, False, 10**9, "world"),
+        (3, True, 10**9, "host"),
+        (3, True, 2000, "world"),
+        (1, False, 10**9, "world"),
     ],
 )
-def test_hosts_update_all_parameters_where_that_pays_and_fits(hosts, round_to, free, expected):
+def test_hosts_update_all_parameters_where_that_pays_and_fits(hosts, adds_early, free, expected):
     class World:
         def all_gather_json(self, own, what):
             return [10**9, free]
 
     world = World()
+    world.adds_early = adds_early
     world.hosts = [range(2 * host, 2 * host + 2) for host in range(hosts)]
     parameters = [torch.nn.Parameter(torch.zeros(250))]  # 1000 bytes, with 2000 of Adam's state
-    assert choose_across(parameters, world, round_to) == expected
+    assert choose_across(parameters, world) == expected
     world.hosts = [*world.hosts, range(2 * hosts, 2 * hosts + 1)]  # a host with one worker
-    assert choose_across(parameters, world, round_to) == "world"
+    assert choose_across(parameters, world) == "world"
 
 
 def test_a_choice_that_does_not_exist_is_rejected():

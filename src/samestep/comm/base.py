@@ -23,6 +23,7 @@ from samestep.errors import WorldError
 
 MAC_BYTES = 32
 MAX_WHAT = 200  # characters of another worker's call that an error quotes
+EMPTY = torch.empty(0, dtype=torch.uint8)
 
 Sizes = Sequence[int]
 Value = TypeVar("Value")
@@ -35,7 +36,21 @@ class Arrival(NamedTuple):
     is_there: Callable[[], bool] = lambda: False
 
 
+class Share(NamedTuple):
+    """A worker's share of a tensor that partners add up; each of them has a share.
+
+    `received` has their sums of this share, by rank. `add` computes its `total` once they are
+    there, and `totals` are those of the other shares, by rank.
+    """
+
+    received: Mapping[int, Sequence[Tensor]]
+    add: Callable[[], None]
+    total: Tensor
+    totals: Mapping[int, Tensor]
+
+
 Send = Callable[[Iterable[Tensor]], list[Arrival]]
+SendSums = Callable[[Iterable[Mapping[int, Sequence[Tensor]]]], list[Arrival]]
 
 
 class World(ABC):
@@ -51,7 +66,7 @@ class World(ABC):
     Calls raise `WorldError` if a worker has exited or times out. `exchange` names what carries
     gradients. `abandoned` is set once this worker has failed: the others may not have failed, so
     no orderly shutdown is possible. `is_exchanging`: a backward pass has begun to send gradients,
-    and has not ended.
+    and has not ended. `adds_early`: `begin_sums` works.
 
     samestep's own messages are JSON and tensors. Only users' objects are pickled; with a
     `signing_key`, each is signed by its sender and verified before it is unpickled.
@@ -68,6 +83,7 @@ class World(ABC):
     exchange: str = "none"
     abandoned: bool = False
     is_exchanging: bool = False
+    adds_early: bool = False
 
     @cached_property
     def status(self) -> WorkerStatus:
@@ -146,20 +162,38 @@ class World(ABC):
 
         return send
 
-    def transfer(
+    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
+        """Begin to add up 1-D CPU tensors with the partners, if this world `adds_early`.
+
+        The partners are the workers in the same place on other hosts, and make the same call.
+        Returns a call that begins to send them, for each tensor, this worker's sums of their
+        shares, by rank; these must stay as they are. That call returns what completes each tensor.
+        Other threads may call a share's `add`, as soon as all sums are there.
+        """
+        raise NotImplementedError
+
+    def begin_transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
-    ) -> None:
-        """Send bytes, 1-D CPU tensors by rank, to other workers, and receive theirs.
+    ) -> Callable[[], None]:
+        """Begin to send 1-D CPU tensors of one dtype, by rank, and to receive others.
 
         Both sides know the sizes. All workers make this call, even those that transfer nothing.
+        Returns a call that completes the transfer.
         """
-        ranks, none = range(self.size), torch.empty(0, dtype=torch.uint8)
+        ranks, none = range(self.size), next(iter([*sent.values(), *received.values()]), EMPTY)[:0]
         sizes = [[len(part.get(rank, none)) for rank in ranks] for part in (received, sent)]
-        out = torch.empty(sum(sizes[0]), dtype=torch.uint8)
+        out = none.new_empty(sum(sizes[0]))
         own = torch.cat([none, *(sent.get(rank, none) for rank in ranks)])
         self.all_to_all(out, sizes[0], own, sizes[1], what)
         for rank, part in enumerate(out.split(sizes[0])):
             received.get(rank, none).copy_(part)
+        return lambda: None
+
+    def transfer(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
+    ) -> None:
+        """Do what `begin_transfer` does, and complete it."""
+        self.begin_transfer(sent, received, what)()
 
     def shared(self, nbytes: int) -> list[Tensor]:
         """Return zeros, uint8 [nbytes], for each worker of this host by rank, shared among them."""

@@ -1,4 +1,4 @@
-"""TCP connections of two workers on different hosts: one for tensors, one for small messages.
+"""TCP connections of workers on different hosts: of each pair, one for tensors, one for messages.
 
 gloo cuts a tensor into messages with an acknowledgment each, and keeps all messages to a worker in
 one queue, which its own thread handles. Here a thread writes tensors while another one reads into
@@ -12,23 +12,26 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-Key = tuple[int, int]  # the number of a swap, and of the tensor in it
+from samestep.comm.base import Share
+
+Key = tuple[int, int]  # the number of a transfer, and of the tensor in it
 
 SECRET_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send the secret
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
 NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
+_LABEL: Final = struct.Struct("<II")
 _HEAD: Final = struct.Struct("<QQQ")  # the key and the number of bytes that follow
 _SIZE: Final = struct.Struct("<Q")  # of a message
 _ROUND_TRIP: Final = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info in linux/tcp.h, µs
@@ -40,7 +43,7 @@ MOST_BUFFER_BYTES: Final = 208 << 10  # the default of net.core.wmem_max on Linu
 
 
 class Listener:
-    """Accepts the connection of the one process that knows its `secret`; a context manager."""
+    """Accepts connections of processes that know its `secret`; a context manager."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -54,8 +57,11 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def accept(self, seconds: float) -> socket.socket:
-        """Return the connection. Raises `TimeoutError` after `seconds`, or another `OSError`."""
+    def accept(self, seconds: float) -> tuple[socket.socket, tuple[int, int]]:
+        """Return a connection and its label.
+
+        Raises `TimeoutError` after `seconds`, or another `OSError`.
+        """
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
             self._socket.settimeout(remaining)
@@ -63,20 +69,24 @@ class Listener:
             connection.settimeout(min(HELLO_SECONDS, remaining))
             with suppress(OSError):  # of another program, which is ignored
                 found = b""
-                missing = SECRET_BYTES
+                missing = SECRET_BYTES + _LABEL.size
                 while missing and (data := connection.recv(missing)):
                     found, missing = found + data, missing - len(data)
-                if hmac.compare_digest(found, self.secret):
-                    return connection
+                secret, label = found[:SECRET_BYTES], found[SECRET_BYTES:]
+                if not missing and hmac.compare_digest(secret, self.secret):
+                    first, second = _LABEL.unpack(label)
+                    return connection, (first, second)
             connection.close()
-        raise TimeoutError("timed out waiting for the other worker to connect")
+        raise TimeoutError("timed out waiting for other workers to connect")
 
 
-def connect(address: str, port: int, secret: bytes, seconds: float) -> socket.socket:
-    """Connect to a `Listener`. Raises `OSError`."""
+def connect(
+    address: str, port: int, secret: bytes, label: tuple[int, int], seconds: float
+) -> socket.socket:
+    """Connect to a `Listener`, which gets the label. Raises `OSError`."""
     connection = socket.create_connection((address, port), seconds)
     try:
-        connection.sendall(secret)
+        connection.sendall(secret + _LABEL.pack(*label))
     except BaseException:
         connection.close()
         raise
@@ -85,10 +95,11 @@ def connect(address: str, port: int, secret: bytes, seconds: float) -> socket.so
 
 @dataclass(eq=False)
 class Transfer:
-    """A tensor that is sent or received."""
+    """A tensor that is sent or received; then the thread that did so calls `then`."""
 
     key: Key
     data: memoryview
+    then: Callable[[], None] | None = None
     is_done: bool = False
 
 
@@ -122,22 +133,22 @@ class Channel:
         """Queue a 1-D CPU tensor, which must stay as it is until it is sent."""
         return self._add(self._outgoing, key, tensor)
 
-    def receive(self, key: Key, tensor: Tensor) -> Transfer:
+    def receive(self, key: Key, tensor: Tensor, then: Callable[[], None] | None = None) -> Transfer:
         """Receive into a 1-D CPU tensor what the other end sends with this key."""
-        return self._add(self._posted, key, tensor)
+        return self._add(self._posted, key, tensor, then)
 
-    def wait(self, transfer: Transfer, seconds: float) -> None:
+    def wait(self, transfer: Transfer, seconds: float, since: float = 0.0) -> None:
         """Wait until a tensor was sent or received.
 
         Raises the channel's error, or `TimeoutError` if nothing was queued, sent or received for
-        `seconds`.
+        `seconds` after `since`, in seconds of `time.monotonic`.
         """
         if transfer.is_done:
             return
         with self._changed:
             self._awaited = transfer
             while not (transfer.is_done or self._failure):
-                remaining = self._active_at + seconds - time.monotonic()
+                remaining = max(self._active_at, since) + seconds - time.monotonic()
                 if remaining <= 0:
                     raise TimeoutError("the other worker sent or received nothing")
                 self._changed.wait(remaining)
@@ -170,9 +181,11 @@ class Channel:
         self._connection.close()
         self._messages.close()
 
-    def _add(self, queue: Queue, key: Key, tensor: Tensor) -> Transfer:
+    def _add(
+        self, queue: Queue, key: Key, tensor: Tensor, then: Callable[[], None] | None = None
+    ) -> Transfer:
         array: Any = tensor.detach().view(torch.uint8).numpy()
-        transfer = Transfer(key, memoryview(array))
+        transfer = Transfer(key, memoryview(array), then)
         self._active_at = time.monotonic()
         if not self._threads and self._failure is None:
             self._start()
@@ -195,6 +208,8 @@ class Channel:
             transfer.is_done = True
             if transfer is self._awaited:
                 self._changed.notify()
+        if transfer.then is not None:
+            transfer.then()
 
     def _fail(self, error: Exception) -> None:
         """Let everything fail, and wake all threads, whatever they wait for."""
@@ -247,6 +262,67 @@ class Channel:
                 raise ConnectionAbortedError("the connection was closed")
             self._expected[item.key] = item
         return self._expected.pop(key)
+
+
+class Reduction:
+    """Adds up a tensor over several workers in the background; each adds a `share` of it.
+
+    It sends others what they add, by rank, and once it has received what it adds, the total.
+    `number` is the same on all workers.
+    """
+
+    def __init__(self, channels: Mapping[int, Channel], number: int, share: Share) -> None:
+        self._channels, self._number, self._share = channels, number, share
+        self._lock = Lock()
+        self._is_sent = self._is_added = False
+        self._sending: list[tuple[Channel, Transfer]] = []
+        self._sums = [
+            (channel, channel.receive((number, place), one, self._add_if_complete))
+            for rank, channel in channels.items()
+            for place, one in enumerate(share.received[rank], start=1)
+        ]
+        self._arriving = [
+            (channel, channel.receive((number, 0), share.totals[rank]))
+            for rank, channel in channels.items()
+        ]
+
+    def send(self, sums: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send sums, which must stay as they are, by the rank of the worker that adds them."""
+        self._sending = [
+            (channel, channel.send((self._number, place), one))
+            for rank, channel in self._channels.items()
+            for place, one in enumerate(sums[rank], start=1)
+        ]
+        self._is_sent = True
+        self._add_if_complete()
+
+    def _add_if_complete(self) -> None:
+        with self._lock:
+            if self._is_added or not (self._is_sent and _are_done(self._sums)):
+                return
+            self._share.add()
+            self._sending += [
+                (channel, channel.send((self._number, 0), self._share.total))
+                for channel in self._channels.values()
+            ]
+            self._is_added = True
+
+    def is_done(self) -> bool:
+        """Return whether everything was received and sent."""
+        return self._is_added and _are_done(self._arriving) and _are_done(self._sending)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until everything was received and sent. Raises as `Channel.wait` does."""
+        for channel, transfer in self._sums:
+            channel.wait(transfer, seconds)
+        self._add_if_complete()  # or wait for the thread that does so
+        since = time.monotonic()  # a channel may have been idle while another worker was awaited
+        for channel, transfer in [*self._arriving, *self._sending]:
+            channel.wait(transfer, seconds, since)
+
+
+def _are_done(transfers: Sequence[tuple[Channel, Transfer]]) -> bool:
+    return all(transfer.is_done for _, transfer in transfers)
 
 
 def _fill(connection: socket.socket, data: memoryview) -> None:

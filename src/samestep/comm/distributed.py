@@ -1,24 +1,27 @@
 """A world over torch.distributed: gloo for host memory, NCCL for GPUs.
 
-Two hosts with CPU workers swap gradients over a `Channel` of each pair of workers.
+CPU workers on hosts of one size have a `Channel` to the worker in their place on each other host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from samestep.cluster import gloo_address
-from samestep.comm.base import Arrival, Send, Sizes, World
-from samestep.comm.channel import Channel, Listener, connect
+from samestep.comm.base import Arrival, Send, SendSums, Share, Sizes, World
+from samestep.comm.channel import Channel, Listener, Reduction, connect
 from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
@@ -36,6 +39,9 @@ PIECE_BYTES = 1 << 20
 TAGS = 1 << 20  # number of tags that transfers use in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+# with more, a worker would have too many connections, each with two threads
+MOST_HOSTS = 64
+CONNECTIONS = 2  # of a channel
 MESSAGE_BYTES = 16 << 10  # that two workers can send each other at once without a reader
 SLACK_SECONDS = 1.0  # time after the backend's own timeout, if the store does not respond
 LATE = 0.95  # fraction of the timeout after which an error counts as a timeout
@@ -62,7 +68,7 @@ class Distributed(World):
         self._tables: dict[int, Tensor] = {}  # by row size
         self._turn = 0
         self._transfers = 0
-        self._channel: Channel | None = None  # to the partner, if there are two equal hosts
+        self._channels: dict[int, Channel] = {}  # to the partners, by rank
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
         self.exchange = "NCCL" if cuda else "gloo"
@@ -102,43 +108,44 @@ class Distributed(World):
             group = self._group or dist.distributed_c10d._get_default_group()  # noqa: SLF001  no public setter
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
         try:
-            self._channel = self._open_channel()
+            self._channels = self._open_channels()
+            self.adds_early = bool(self._channels)
         except BaseException:
             self.close()
             raise
 
-    def _open_channel(self) -> Channel | None:
-        """Connect to the worker in the same place on the other host, if there are two of one size.
+    def _open_channels(self) -> dict[int, Channel]:
+        """Connect to the worker in the same place on each other host, if all hosts have one size.
 
-        Addresses and secrets travel through the group. None if a worker of the first host has no
-        address: the group, which may have other means, then carries everything.
+        Addresses and secrets travel through the group. Returns nothing if a worker has no address:
+        the group, which may have other means, then carries everything.
         """
-        if self._cuda or list(map(len, self.hosts)) != 2 * [len(self.host)]:
-            return None
+        if self._cuda or len({*map(len, self.hosts)}) > 1 or not 1 < len(self.hosts) <= MOST_HOSTS:
+            return {}
+        partners = [host[self.rank - self.host.start] for host in self.hosts if host != self.host]
         with ExitStack() as exits:
             offer = None
-            if self.rank < self._partner:
-                with suppress(OSError):
-                    listeners = [exits.enter_context(Listener(gloo_address())) for _ in range(2)]
-                    offer = [[one.address, one.port, to_text(one.secret)] for one in listeners]
+            with suppress(OSError):
+                listener = exits.enter_context(Listener(gloo_address()))
+                offer = [listener.address, listener.port, to_text(listener.secret)]
             offers = self.all_gather_json(offer, FORMING)
-            if None in offers[: self.size // 2]:
-                return None
+            if None in offers:
+                return {}
             seconds = self._timeout_seconds
+            found: dict[tuple[int, int], socket.socket] = {}
             with self._waiting(FORMING):
-                if offer is not None:
-                    connections = [listener.accept(seconds) for listener in listeners]
-                else:
-                    connections = [
-                        connect(address, port, to_bytes(secret), seconds)
-                        for address, port, secret in offers[self._partner]
-                    ]
-        return Channel(*connections)
-
-    @property
-    def _partner(self) -> int:
-        """The worker in the same place on the other one of two hosts of the same size."""
-        return (self.rank + len(self.host)) % self.size
+                for partner, number in product(partners, range(CONNECTIONS)):
+                    if partner < self.rank:
+                        address, port, secret = offers[partner]
+                        label = self.rank, number
+                        found[partner, number] = connect(
+                            address, port, to_bytes(secret), label, seconds
+                        )
+                while len(found) < CONNECTIONS * len(partners):
+                    connection, label = listener.accept(seconds)
+                    found[label] = connection
+            numbers = range(CONNECTIONS)
+            return {one: Channel(*(found[one, number] for number in numbers)) for one in partners}
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -159,8 +166,8 @@ class Distributed(World):
                 failure = self.status.explain(what, reason, timed_out=timed_out)
                 if self._mesh is not None:
                     self._mesh.close()  # the others of this host may be waiting there
-                if self._channel is not None:
-                    self._channel.close()
+                for channel in self._channels.values():
+                    channel.close()
                 raise failure from error
         self._failure = ""
 
@@ -257,17 +264,18 @@ class Distributed(World):
         A channel carries short ones, and the first bytes of others, which show whether their sizes
         are the same.
         """
-        channel, works = self._channel, list[dist.Work | None]()
-        few = MESSAGE_BYTES if channel is not None else 0
+        to, come = self._channels.get(receiver), self._channels.get(sender)
+        works = list[dist.Work | None]()
+        few = MESSAGE_BYTES if to is not None else 0
         if len(sent) > few:  # gloo sends to a posted receive
             works.append(dist.irecv(received[few:], sender, self._group))
             works.append(dist.isend(sent[few:], receiver, self._group))
-        if channel is not None:
-            channel.send_message(sent[:few])
+        if to is not None:
+            to.send_message(sent[:few])
 
         def end() -> None:
-            if channel is not None:
-                channel.receive_message(received[:few], self._timeout_seconds)
+            if come is not None:
+                come.receive_message(received[:few], self._timeout_seconds)
             for work in works:
                 work.wait()  # type: ignore[union-attr]  # None only outside of the group
 
@@ -289,17 +297,16 @@ class Distributed(World):
         self.begin_all_gather(out, own, what)()
 
     def begin_all_gather(self, out: Tensor, own: Tensor, what: str) -> Callable[[], None]:
-        works = []
         with self._waiting(what):
             if own.is_cuda:
-                works = [_all_gather_flat(out, own, self._group, async_op=True)]
+                waits = [_all_gather_flat(out, own, self._group, async_op=True).wait]
             else:
                 parts = dict(enumerate(out.split(len(own)) if len(own) else ()))
                 if parts and parts[self.rank].data_ptr() != own.data_ptr():
                     parts[self.rank].copy_(own)
-                works = self._transfer(dict.fromkeys(parts, own), parts)
+                waits = self._transfer(dict.fromkeys(parts, own), parts)
         self.barriers += 1
-        return self._end_of(works, what, own)
+        return self._end_of(waits, what, own)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
@@ -319,17 +326,18 @@ class Distributed(World):
         with self._waiting(what):
             if own.is_cuda:
                 sizes = list(out_sizes), list(own_sizes)
-                works = [dist.all_to_all_single(out, own, *sizes, self._group, async_op=True)]
+                work = dist.all_to_all_single(out, own, *sizes, self._group, async_op=True)
+                waits = [work.wait]
             else:
                 sent = dict(enumerate(own.split(list(own_sizes))))
                 received = dict(enumerate(out.split(list(out_sizes))))
                 received[self.rank].copy_(sent[self.rank])
-                works = self._transfer(sent, received)
-        return self._end_of(works, what, own, polled=polled)
+                waits = self._transfer(sent, received)
+        return self._end_of(waits, what, own, polled=polled)
 
     def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
-        channel = self._channel
-        if channel is None or partner != self._partner:
+        channel = self._channels.get(partner)
+        if channel is None:
             return super().begin_swap(partner, received, what)
         tag = self._next_tag()
         arriving = [channel.receive((tag, number), one) for number, one in enumerate(received)]
@@ -337,24 +345,46 @@ class Distributed(World):
         def begin_send(number: int, own: Tensor) -> Arrival:
             sending, receiving = channel.send((tag, number), own), arriving[number]
 
-            def is_there() -> bool:
-                return receiving.is_done and sending.is_done
+            def wait(seconds: float) -> None:
+                channel.wait(receiving, seconds)
+                channel.wait(sending, seconds)
 
-            def end() -> None:
-                if not is_there():
-                    with self._waiting(what):
-                        channel.wait(receiving, self._timeout_seconds)
-                        channel.wait(sending, self._timeout_seconds)
-
-            return Arrival(end, is_there)
+            return self._arrival(wait, lambda: receiving.is_done and sending.is_done, what)
 
         def send(sent: Iterable[Tensor]) -> list[Arrival]:
             return [begin_send(number, own) for number, own in enumerate(sent)]
 
         return send
 
+    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
+        reductions = [Reduction(self._channels, self._next_tag(), share) for share in shares]
+
+        def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
+            arrivals = []
+            for reduction, some in zip(reductions, sums, strict=True):
+                reduction.send(some)
+                arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
+            return arrivals
+
+        return send
+
+    def _arrival(
+        self, wait: Callable[[float], None], is_there: Callable[[], bool], what: str
+    ) -> Arrival:
+        def end() -> None:
+            if not is_there():
+                with self._waiting(what):
+                    wait(self._timeout_seconds)
+
+        return Arrival(end, is_there)
+
     def _end_of(
-        self, works: Sequence[dist.Work], what: str, sent: Tensor, *, polled: bool = True
+        self,
+        waits: Sequence[Callable[[], object]],
+        what: str,
+        sent: Tensor,
+        *,
+        polled: bool = True,
     ) -> Callable[[], None]:
         """Return a call that completes a transfer, whose input `sent` stays in memory until then.
 
@@ -363,8 +393,8 @@ class Distributed(World):
 
         def end(kept: Tensor = sent) -> None:
             with self._waiting(what):
-                for work in works:
-                    work.wait()
+                for wait in waits:
+                    wait()
                 if kept.is_cuda:
                     kept.record_stream(torch.cuda.current_stream(kept.device))
                     if polled:
@@ -410,7 +440,7 @@ class Distributed(World):
 
     def _transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
-    ) -> list[dist.Work]:
+    ) -> list[Callable[[], object]]:
         """Start to send and receive 1-D CPU tensors by rank; return what completes the transfer.
 
         All workers make the same transfers in the same order. Each transfer has its own tag,
@@ -418,25 +448,41 @@ class Distributed(World):
         """
         tag = self._next_tag()
         ranks = [(self.rank + offset) % self.size for offset in range(1, self.size)]
-        calls = [(dist.irecv, received), (dist.isend, sent)]
-        # isend and irecv return None only outside the group
         return [
-            call(piece, rank, self._group, tag)  # type: ignore[misc]
-            for call, tensors in calls
+            wait
+            for tensors in (received, sent)
             for rank in ranks
-            for piece in _pieces(tensors.get(rank))
+            for wait in self._pass(rank, tensors.get(rank), tag, sends=tensors is sent)
         ]
+
+    def _pass(
+        self, rank: int, tensor: Tensor | None, tag: int, *, sends: bool
+    ) -> list[Callable[[], object]]:
+        if tensor is None or not len(tensor):
+            return []
+        if (channel := self._channels.get(rank)) is None:
+            call = dist.isend if sends else dist.irecv
+            # isend and irecv return None only outside the group
+            return [call(piece, rank, self._group, tag).wait for piece in _pieces(tensor)]  # type: ignore[union-attr]
+        transfer = (channel.send if sends else channel.receive)((tag, 0), tensor)
+        return [partial(channel.wait, transfer, self._timeout_seconds)]
 
     def _next_tag(self) -> int:
         self._transfers = self._transfers % TAGS + 1
         return self._transfers
 
-    def transfer(
+    def begin_transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str
-    ) -> None:
+    ) -> Callable[[], None]:
         with self._waiting(what):
-            for work in self._transfer(sent, received):
-                work.wait()
+            waits = self._transfer(sent, received)
+
+        def end() -> None:
+            with self._waiting(what):
+                for wait in waits:
+                    wait()
+
+        return end
 
     def shared(self, nbytes: int) -> list[Tensor]:
         return super().shared(nbytes) if self._mesh is None else share(self._mesh, nbytes)
@@ -461,8 +507,8 @@ class Distributed(World):
         self.status.close()  # first, so that workers that find this one gone know why
         if self._mesh is not None:
             self._mesh.close()
-        if self._channel is not None:
-            self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
         # NCCL may wait forever for workers that have not failed
         if not (self._cuda and (self._failure or self.abandoned)):
             destroy_group(self._group)

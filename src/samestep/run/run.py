@@ -161,10 +161,10 @@ class Run(Collectives, Recording):
                 the same. With "host", each host updates all parameters, divided among its workers.
                 Gradients are sent during backward, and parameters are not sent. With "world",
                 parameters are divided among all workers and sent after the update. This takes the
-                least memory. The default is "host" with two hosts or a 16-bit exchange, if the
-                additional state fits in half of the free memory, and otherwise "world". GPUs, and
-                hosts with different numbers of workers, always use "world". The record's `sharded`
-                event has the choice.
+                least memory. The default is "host" if the additional state fits in half of the
+                free memory, and otherwise "world". GPUs, more than 64 hosts, and hosts with
+                different numbers of workers always use "world". The record's `sharded` event has
+                the choice.
 
         Returns:
             The same optimizer, changed in place.
@@ -189,7 +189,7 @@ class Run(Collectives, Recording):
         self._lanes.seals.append(GradientSeal(optimizer))  # first, so that its hooks run first
         if self.world_size > 1:
             round_to = self._lanes.round_to
-            across = across or choose_across(parameters, self._world, round_to)
+            across = across or choose_across(parameters, self._world)
             places = self._lanes.places()
             shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)

@@ -2,9 +2,12 @@
 
 Every worker owns a slice of the flat gradient and sums it for all workers. Workers on one host read
 each other's gradients in shared memory. A host first adds the gradients of its workers, then sends
-the sums of its subtrees to the slices' owners on other hosts. What every host needs completely,
-gradients of unsharded optimizers and of those sharded within a host, travels on from the owners;
-two hosts with one sum each swap their sums instead, which are as many bytes in half as many steps.
+the sums of its subtrees to the slices' owners on other hosts.
+
+Gradients of unsharded optimizers, and of those sharded within a host, are needed on every host. So
+the workers in one place on all hosts add them up in parts: each adds its share of a part as soon as
+it has the others' sums, in the background, and sends them the total. Two hosts with one sum each
+swap their sums instead, which are as many bytes in half as many steps.
 
 GPUs share no memory. Workers of one machine send each other their gradients instead, and then, as
 soon as the next exchange starts, the machine's sums to the owners on other machines.
@@ -14,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from sys import getrefcount
 from typing import Final, Literal, NamedTuple
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from samestep.comm.base import Arrival, Send, World
+from samestep.comm.base import Arrival, Share, World
 from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_dtype
 from samestep.step.layout import (
     ALIGNMENT,
@@ -44,9 +48,10 @@ LEAST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 8 << 20
 # A bucket that holds less than the limit over this takes one more parameter of any size.
 LEAST_FILL: Final = 4
-# Sums of two hosts that are sent while the next ones are copied, and added while those arrive.
+# Parts of sums, which are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
 MOST_CHUNK_BYTES: Final = 16 << 20
+SERIAL_ELEMENTS: Final = 1 << 15  # torch divides no fewer among threads
 UNHELD: Final = next(map(getrefcount, [object()]))  # references to what only a list holds
 
 
@@ -87,14 +92,16 @@ def buckets(
     return [group[::-1] for group in reversed(groups)]
 
 
-def chunks(elements: int, itemsize: int) -> list[int]:
+def chunks(elements: int, itemsize: int, hosts: int = 2) -> list[int]:
     """Return the sizes, in elements, of the parts of flat storage that are sent one by one.
 
     The first one is small, so that the network starts early, and the last ones are, so that little
     is left to do once they have arrived. Those in between are larger, since each takes time, too.
+    More than two hosts send shares of these parts, which are larger instead.
     """
     sizes = []
-    size = least = CHUNK_BYTES // itemsize
+    size = least = CHUNK_BYTES * hosts // 2 // itemsize
+    most = MOST_CHUNK_BYTES * hosts // 2 // itemsize
     while elements:
         half = elements // 2 // ALIGNMENT * ALIGNMENT
         size = min(max(min(size, half), least), elements)
@@ -102,7 +109,7 @@ def chunks(elements: int, itemsize: int) -> list[int]:
             size = elements  # instead of a tiny last part
         sizes.append(size)
         elements -= size
-        size = min(2 * size, MOST_CHUNK_BYTES // itemsize)
+        size = min(2 * size, most)
     return sizes
 
 
@@ -131,6 +138,9 @@ class PartialSums(NamedTuple):
     arrival: Arrival
 
 
+SendParts = Callable[[Sequence[Iterable[Tensor]]], list[PartialSums]]  # of each sum of the host
+
+
 class Exchange:
     """Sums gradients of parameters of one dtype over all workers.
 
@@ -138,8 +148,9 @@ class Exchange:
     any worker then have that dtype exactly, in memory and in messages.
 
     A worker holds the sums of its own slice, and across "host" those of its partners' as well, so
-    that the workers of each host hold all slices. That needs CPUs and the same number of workers
-    on every host; otherwise workers hold their own slices. `held` numbers them in flat storage.
+    that the workers of each host hold all slices. That needs CPUs, the same number of workers on
+    every host, and a world that `adds_early` unless two hosts swap; otherwise workers hold their
+    own slices. `held` numbers them in flat storage.
 
     Call `put`, wait for all workers, then call `sum`, and `gather` for the complete gradients. The
     next `put` reuses the memory of the tensors that `sum` and `gather` return; `spare_held` before
@@ -166,7 +177,12 @@ class Exchange:
         self._route = route = Route(world.hosts, world.rank)
         self.local_rank = route.local_rank
         self.own_number = route.numbers[world.rank]
-        self.across: Across = across if route.is_uniform and is_cpu and route.others else "world"
+        self._host_spans = self._spans_of(route.host)
+        sums = [len(self._spans_of(host)) for host in world.hosts]
+        is_pair = is_cpu and route.is_uniform and sums == [1, 1]
+        adds_early = is_cpu and world.adds_early
+        self.across: Across = across if is_pair or adds_early else "world"
+        self.swaps = is_pair and self.across == "host"
         self.held = self._held_by(world.rank)
         self._spans = [self._spans_of(range(rank, rank + 1)) for rank in route.host]
         self.own_spans = self._spans[self.local_rank]
@@ -183,19 +199,19 @@ class Exchange:
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
         # sends on what was exchanged within a machine
         self._nearby: Callable[[], PartialSums] | None = None
-        self._send: Send | None = None  # if what the other host sends is expected
+        self._send: SendParts | None = None  # if what other hosts send is expected
         # of an exchange whose parts are not added yet
         self._started: list[PartialSums] | None = None
-        self._end: Callable[[], None] | None = None  # completes the sums that are held
-        # two hosts with one sum each need no owners
-        hosts = [route.host, *route.others]
-        self.swaps = self.across == "host" and [len(self._spans_of(h)) for h in hosts] == [1, 1]
-        if self.swaps:
-            self._pair = [self._spans_of(host)[0] for host in hosts]
-            self._received = torch.empty_like(self.slices(self._own[0], self.held))
-            self._runs = [*self._cut()]
+        if self.across == "host":
+            flat = self.slices(self._own[0], self.held)
+            self._runs = [*self._cut(flat)]
             self._sizes = [part.numel() for run in self._runs for part in run.parts]
-            self._arriving = self._received.split(self._sizes)
+            if self.swaps:
+                self._received = torch.empty_like(flat)
+                self._arriving = self._received.split(self._sizes)
+            else:
+                self._known: list[dict[Span, Tensor]] = []  # sums by span, of a share of each part
+                self._shares = list(map(self._share_of, flat.split(self._sizes)))
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -259,28 +275,28 @@ class Exchange:
                 held.data = held.clone()
 
     def receive(self) -> None:
-        """Begin to receive what the other host sends, if `start` swaps sums with it.
+        """Begin to receive what other hosts send, if this worker holds what its partners do.
 
         What arrives before this call stays in the kernel's buffer, and the sender waits once that
         is full.
         """
-        if self.swaps:
-            self._send = self._send or self._begin_swap()
+        if self.across == "host":
+            self._send = self._send or self._begin()
 
     @property
     def has_parts(self) -> bool:
         """Whether sums arrive in several parts, which `sum_parts` yields."""
-        return self.swaps and len(self._arriving) > 1
+        return self.across == "host" and len(self._sizes) > 1
 
     @property
     def sends_parts(self) -> bool:
         """Whether `put_and_start` sends gradients without a copy, or before it has copied all."""
-        return self.has_parts and len(self._route.host) == 1
+        return self.swaps and self.has_parts and len(self._route.host) == 1
 
     def put_and_start(self, own: Sequence[Gradients]) -> None:
         """Do what `put` and `start` do, if it `sends_parts`; gradients must stay as they are."""
         wait_until_free([self])
-        self._started = self._swap(self._put_in_parts(own[0]))
+        self._started = self._send_parts(self._put_in_parts(own[0]))
 
     def finish_unused(self) -> None:
         """Wait for an exchange that was started by a call that failed: its memory is in use."""
@@ -291,12 +307,12 @@ class Exchange:
     def start(self) -> None:
         """Begin to exchange sums with other hosts; all workers of this one must have called `put`.
 
-        `add` calls this if nothing was started.
+        `sum` calls this if nothing was started.
         """
         if self._machine is not None:
             self._nearby = self._send_nearby(self._machine)
-        elif self.swaps:
-            self._started = self._swap()
+        elif self.across == "host":
+            self._started = self._send_parts()
         elif self._route.others:
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
             sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
@@ -311,16 +327,6 @@ class Exchange:
             self._started, self._nearby = [self._nearby()], None
 
     @property
-    def sends_on(self) -> bool:
-        """Whether owners send their sums to other workers that hold them."""
-        return self.across == "host" and not self.swaps
-
-    def add(self) -> None:
-        """Add up what arrives, in that order, and begin to send sums on if `sends_on`."""
-        for _ in self._add_parts():
-            pass
-
-    @property
     def _out(self) -> Tensor:
         """The slices that this worker holds of the sum over all lanes.
 
@@ -329,8 +335,17 @@ class Exchange:
         is_own = self.swaps and self.converts
         return self._received if is_own else self.slices(self._own[0], self.held)
 
-    def _add_parts(self) -> Iterator[Tensor]:
-        """Do what `add` does; if it `has_parts`, yield those that have arrived, in order."""
+    def sum(self) -> Tensor:
+        """Return the slices that this worker holds, 1-D, of the sum over all lanes.
+
+        They may be in the parameters' dtype already if it `converts`.
+        """
+        for _ in self.sum_parts():
+            pass
+        return self._out if self._total is None else self._total
+
+    def sum_parts(self) -> Iterator[Tensor]:
+        """Yield what `sum` returns, if it `has_parts` in those that have arrived, in order."""
         if self._started is None and self._nearby is None:
             self.start()
         self.start_between_machines()
@@ -339,37 +354,15 @@ class Exchange:
         for number, part in enumerate(started, start=1):
             part.arrival.wait()
             if (0, self._lanes) not in part.known:
-                left, right = (_add_up(half, part.known) for half in halves((0, self._lanes)))
-                torch.add(left, right, out=part.out)
+                _add_all(self._lanes, part.known, part.out)
             end += part.out.numel()
             if number == len(started) or not started[number].arrival.is_there():
                 own = slice(start, end)
                 yield out[own] if self._total is None else self._total[own].copy_(out[own])
                 start = end
         self._started = None
-        if self.sends_on:
-            self._end = self._fetch(self._own[0], "exchanging gradients")
-        else:
-            self._end = lambda: None
-
-    def sum(self) -> Tensor:
-        """Return the slices that this worker holds, 1-D, of the sum over all lanes.
-
-        They may be in the parameters' dtype already if it `converts`.
-        """
-        if self._end is None:
-            self.add()
-        if self._end is not None:
-            self._end()
-        self._end = None
-        if not (self.swaps and self.converts):  # those may call this at any time
+        if not (self.across == "host" and self.converts):  # those may call this at any time
             self._is_sending, self._summed_at = False, self.world.barriers
-        return self._out if self._total is None else self._total
-
-    def sum_parts(self) -> Iterator[Tensor]:
-        """Yield adjacent parts of what `sum` returns, as they arrive, instead of calling it."""
-        yield from self._add_parts()
-        self.sum()
 
     def _host_sums(self, numbers: range) -> dict[Span, Tensor]:
         """Return slices of every sum on this host; adding them may reuse their memory."""
@@ -379,10 +372,10 @@ class Exchange:
             for span, flat in zip(spans, flats, strict=False)
         }
 
-    def _cut(self) -> Iterator[Run]:
-        """Cut flat storage into runs; a host with several workers sends one, their sum."""
-        own, itemsize, first, start = self._own[0], self.dtype.itemsize, 0, 0
-        if len(self._route.host) == 1:
+    def _cut(self, own: Tensor) -> Iterator[Run]:
+        """Cut what this worker holds into runs: one, unless gradients are sent without a copy."""
+        itemsize, first, start = self.dtype.itemsize, 0, 0
+        if self.swaps and len(self._route.host) == 1:
             pairs = zip(self.layout.sizes, self.layout.offsets, strict=False)
             for number, (size, offset) in enumerate(pairs):
                 whole = size // ALIGNMENT * ALIGNMENT
@@ -392,34 +385,81 @@ class Exchange:
                     rest = own[offset + whole : offset + size]
                     yield Run(slice(number, number + 1), parts, rest)
                     first, start = number + 1, offset + whole
-        yield Run(slice(first, None), _in_chunks(own[start : len(self._received)]))
+        sizes = chunks(len(own) - start, itemsize, len(self._route.others) + 1)
+        yield Run(slice(first, None), own[start:].split(sizes))
 
-    def _begin_swap(self) -> Send:
-        (partner,) = self._route.partners
-        return self.world.begin_swap(partner, self._arriving, "exchanging gradients")
+    def _send_parts(self, parts: Iterable[Tensor] | None = None) -> list[PartialSums]:
+        """Send the sums of this host, in parts.
 
-    def _swap(self, parts: Iterable[Tensor] | None = None) -> list[PartialSums]:
-        """Send the sum of this host to the other one, in parts that are added as others arrive.
-
-        `parts` replace the sum that is in flat storage, as each becomes available.
+        `parts` replace its only sum, which is in flat storage, as each becomes available.
         """
-        send, self._send = self._send or self._begin_swap(), None
-        span, other_span = self._pair
-        own = _add_up(span, self._host_sums(self.held))
+        send, self._send = self._send or self._begin(), None
+        known = self._host_sums(self.held)
+        sums = [_add_up(span, known) for span in self._host_spans]
         self._is_sending = True  # from the memory of the host's first worker
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
-            self._total = torch.empty_like(self._received, dtype=self.parameters[0].dtype)
-        sent = list[Tensor]()
+            self._total = torch.empty_like(sums[0], dtype=self.parameters[0].dtype)
+        return send([one.split(self._sizes) for one in sums] if parts is None else [parts])
 
-        def kept() -> Iterator[Tensor]:
-            for part in own.split(self._sizes) if parts is None else parts:
-                sent.append(part)
-                yield part
+    def _begin(self) -> SendParts:
+        """Begin to receive what other hosts send; return a call that sends the sums of this one."""
+        return self._begin_swap() if self.swaps else self._begin_sums()
 
-        arrivals = send(kept())
-        out = self._arriving if self._out is self._received else self._out.split(self._sizes)
-        rows = zip(sent, self._arriving, out, arrivals, strict=True)
-        return [PartialSums({span: a, other_span: b}, *rest) for a, b, *rest in rows]
+    def _begin_swap(self) -> SendParts:
+        (partner,), (host,) = self._route.partners, self._route.others
+        (span,), (other_span,) = self._host_spans, self._spans_of(host)
+        send = self.world.begin_swap(partner, self._arriving, "exchanging gradients")
+
+        def start(sums: Sequence[Iterable[Tensor]]) -> list[PartialSums]:
+            sent = list[Tensor]()
+
+            def kept() -> Iterator[Tensor]:
+                for part in sums[0]:
+                    sent.append(part)
+                    yield part
+
+            arrivals = send(kept())
+            out = self._arriving if self._out is self._received else self._out.split(self._sizes)
+            rows = zip(sent, self._arriving, out, arrivals, strict=True)
+            return [PartialSums({span: a, other_span: b}, *rest) for a, b, *rest in rows]
+
+        return start
+
+    def _begin_sums(self) -> SendParts:
+        rank, whole = self.world.rank, (0, self._lanes)
+        send = self.world.begin_sums(self._shares, "exchanging gradients")
+
+        def divided(sums: Sequence[Iterable[Tensor]]) -> Iterator[dict[int, list[Tensor]]]:
+            for known, parts in zip(self._known, zip(*sums, strict=True), strict=True):
+                shares = [self._divided(part) for part in parts]
+                known.update(zip(self._host_spans, [one[rank] for one in shares], strict=True))
+                yield {other: [one[other] for one in shares] for other in self._route.partners}
+
+        def start(sums: Sequence[Iterable[Tensor]]) -> list[PartialSums]:
+            arrivals = send(divided(sums))
+            pairs = zip(self._out.split(self._sizes), arrivals, strict=True)
+            return [PartialSums({whole: part}, part, arrival) for part, arrival in pairs]
+
+        return start
+
+    def _share_of(self, part: Tensor) -> Share:
+        """Return this worker's share of a part; the sums of it that are added go into `_known`."""
+        totals = self._divided(part)
+        total = totals.pop(self.world.rank)
+        known, received = dict[Span, Tensor](), dict[int, Sequence[Tensor]]()
+        for partner, host in zip(self._route.partners, self._route.others, strict=True):
+            sums = {span: torch.empty_like(total) for span in self._spans_of(host)}
+            known.update(sums)
+            received[partner] = list(sums.values())
+        self._known.append(known)
+        return Share(received, partial(_add_serially, self._lanes, known, total), total, totals)
+
+    def _divided(self, part: Tensor) -> dict[int, Tensor]:
+        """Divide a part into shares of this worker and its partners, by rank."""
+        ranks = sorted([self.world.rank, *self._route.partners])
+        ends = [len(part) * n // len(ranks) // ALIGNMENT * ALIGNMENT for n in range(len(ranks))]
+        sizes = [end - start for start, end in pairwise([*ends, len(part)])]
+        return dict(zip(ranks, part.split(sizes), strict=True))
 
     def _put_in_parts(self, gradients: Gradients) -> Iterator[Tensor]:
         """Yield parts to send: large gradients as they are, others once they are copied in."""
@@ -552,23 +592,10 @@ class Exchange:
 
     def _fetch(self, own: Tensor, what: str) -> Callable[[], None]:
         """Begin to fetch the slices of the remote workers that this worker serves."""
-        size, ranks = self.layout.slice_size, range(self.world.size)
-        owners, partners = self._route.owners[self.world.rank][1:], self._route.partners
-        out = own.new_empty((len(owners), size))
-        wait = self.world.begin_all_to_all(
-            out.view(-1),
-            [size * (rank in owners) for rank in ranks],
-            self.slice_of(own, self.world.rank).repeat(len(partners)),
-            [size * (rank in partners) for rank in ranks],
-            what,
-        )
-
-        def end() -> None:
-            wait()
-            for owner, part in zip(owners, out, strict=True):
-                self.slice_of(own, owner).copy_(part)
-
-        return end
+        sent = dict.fromkeys(self._route.partners, self.slice_of(own, self.world.rank))
+        owners = self._route.owners[self.world.rank][1:]
+        received = {owner: self.slice_of(own, owner) for owner in owners}
+        return self.world.begin_transfer(sent, received, what)
 
 
 def wait_until_free(exchanges: Sequence[Exchange]) -> None:
@@ -632,6 +659,19 @@ def _has_layout_of(view: Tensor, gradient: Tensor) -> bool:
     """Return whether a gradient's memory has the values of `view` in the same places."""
     is_lazy = gradient.is_conj() or gradient.is_neg()  # memory lacks an operation
     return not is_lazy and gradient.stride() == view.stride()
+
+
+def _add_all(lanes: int, known: Mapping[Span, Tensor], out: Tensor) -> None:
+    """Add known sums along the tree, up to all lanes; this may reuse their memory."""
+    left, right = (_add_up(half, known) for half in halves((0, lanes)))
+    torch.add(left, right, out=out)
+
+
+def _add_serially(lanes: int, known: Mapping[Span, Tensor], out: Tensor) -> None:
+    """Do what `_add_all` does, in pieces for which torch starts no threads of a thread's own."""
+    pieces = zip(*(one.split(SERIAL_ELEMENTS) for one in (out, *known.values())), strict=True)
+    for piece, *sums in pieces:
+        _add_all(lanes, dict(zip(known, sums, strict=True)), piece)
 
 
 def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:

@@ -117,15 +117,7 @@ class Overlap:
 
         With a sharded optimizer, its segments get the gradients instead.
         """
-        scales = {}
-        for bucket in self.order:
-            if bucket.flat_buffer is None or not bucket.flat_buffer.defers:
-                bucket.exchange.add()
-            if not bucket.exchange.sends_on:
-                scales[id(bucket)] = bucket.reduce(missing, scale)
-        for bucket in self.order:
-            if bucket.exchange.sends_on:
-                scales[id(bucket)] = bucket.reduce(missing, scale)
+        scales = {id(bucket): bucket.reduce(missing, scale) for bucket in self.order}
         whole = [bucket for bucket in self.order if bucket.flat_buffer is None]
         gathered = gather([bucket.exchange for bucket in whole])
         for bucket, gradients in zip(whole, gathered, strict=True):

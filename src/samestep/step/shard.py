@@ -159,7 +159,7 @@ class FlatBuffer:
     @property
     def defers(self) -> bool:
         """Whether gradients that arrive from another host are awaited in the optimizer's step."""
-        if self.is_in_step or not self.exchange.swaps:
+        if self.is_in_step or self.exchange.across == "world":
             return False
         return have_none([segment.parameter for segment in self.segments])
 
@@ -555,10 +555,10 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
                     target[name] = values[name].to(target[name].device, copy=True)
 
 
-def choose_across(parameters: Parameters, world: World, round_to: torch.dtype | None) -> Across:
-    """Return "host" if that sends less or earlier, and half the free memory has room. Collective.
+def choose_across(parameters: Parameters, world: World) -> Across:
+    """Return "host" if its messages are sent early, and half the free memory has room. Collective.
 
-    Two hosts can swap gradients during backward, and rounded gradients are smaller than parameters.
+    Gradients are exchanged during backward, parameters after the update.
     The room is that of Adam's two tensors on the host with the least memory.
     """
     hosts = len(world.hosts)
@@ -568,7 +568,7 @@ def choose_across(parameters: Parameters, world: World, round_to: torch.dtype | 
     free = world.all_gather_json(available_bytes(), "comparing free memory")
     more = 2 * sum(parameter.nbytes for parameter in parameters) * (hosts - 1) // hosts
     fits = more <= SHARE_OF_MEMORY * min((some for some in free if some is not None), default=more)
-    return "host" if fits and (hosts == 2 or round_to is not None) else "world"
+    return "host" if fits and (hosts == 2 or world.adds_early) else "world"
 
 
 def _extent(parameter: Tensor) -> tuple[int, int]:

@@ -50,6 +50,7 @@ class RecordingWorld(World):
         self.hosts = [
             range(first, min(first + per_host, size)) for first in range(0, size, per_host)
         ]
+        self.adds_early = len(self.hosts) > 1 and len(set(map(len, self.hosts))) == 1
         self.calls: list[AllToAll | Doubling | HostBarrier] = []
 
     def all_gather_bytes(self, data, what):
@@ -81,6 +82,28 @@ class RecordingWorld(World):
             return [Arrival(lambda: None) for _ in received]
 
         return send
+
+    def begin_sums(self, shares, what):
+        def send(sums):
+            # parts follow each other without a pause, here too
+            received = [share.received for share in shares]
+            self.calls.append(AllToAll(self._bytes_of(sums), self._bytes_of(received)))
+            totals = [{rank: [one] for rank, one in share.totals.items()} for share in shares]
+            own = [
+                {rank: [share.total] for rank in some}
+                for some, share in zip(totals, shares, strict=True)
+            ]
+            self.calls.append(AllToAll(self._bytes_of(own), self._bytes_of(totals)))
+            return [Arrival(lambda: None) for _ in shares]
+
+        return send
+
+    def _bytes_of(self, parts):
+        nbytes = [0] * self.size
+        for part in parts:
+            for rank, tensors in part.items():
+                nbytes[rank] += sum(tensor.nbytes for tensor in tensors)
+        return nbytes
 
     def shared(self, nbytes):
         return [torch.zeros(nbytes, dtype=torch.uint8) for _ in self.host]
