@@ -30,7 +30,7 @@ from typing import IO, NamedTuple
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.contenders.stopwatch import LOGS
-from benchmarks.contenders.with_ideal_link import BURST, RATE
+from benchmarks.contenders.with_ideal_link import BURST, HOSTS, RATE
 from benchmarks.jobs import JOBS, Job
 from benchmarks.measure import LIMIT_SECONDS, spread, values_in
 from benchmarks.turns import in_turn, table
@@ -165,7 +165,8 @@ def team(contender: str, job: str, ranks: Sequence[str], rate: str, port: int) -
 
     Several contenders may run at once, on different ports.
     """
-    link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate))}
+    hosts = str(len(set(ranks)))
+    link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate)), HOSTS: hosts}
     with TemporaryDirectory() as logs:
         variables = {**link, LOGS: logs, "MASTER_PORT": str(port)}
         with started(contender, job, ranks, variables) as workers:

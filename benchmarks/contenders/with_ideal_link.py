@@ -1,8 +1,9 @@
-"""The least time of a step that a link between two hosts allows.
+"""The least time of a step that links between hosts allow.
 
 A worker computes its part of each batch alone, and notes when autograd completes each gradient. The
-host of the worker sends these at the full rate of the link, each as soon as it is complete, but a
-burst of bytes at once. Everything else that a network needs takes no time.
+host of the worker sends these at the full rate of its link, each as soon as it is complete, but a
+burst of bytes at once. An all-reduce over H hosts sends 2 (H - 1) / H times their size. Everything
+else that a network needs takes no time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from benchmarks.contenders.stopwatch import Stopwatch
 from benchmarks.contenders.with_plain_loop import train_parts
 from benchmarks.jobs import Job
 
-RATE, BURST = "LINK_BYTES_A_SECOND", "LINK_BURST_BYTES"
+RATE, BURST, HOSTS = "LINK_BYTES_A_SECOND", "LINK_BURST_BYTES", "LINK_HOSTS"
 
 
 def train(job: Job, *, itemsize: int = 4) -> dict[str, float]:
     """Train on a part of each batch; return the speed of all workers with such a link."""
     parts = job.build()
     watch = IdealStopwatch(job, float(os.environ[RATE]), int(os.environ[BURST]))
+    hosts = int(os.environ[HOSTS])
     for parameter in parts.model.parameters():
-        watch.note(parameter, itemsize)
+        watch.note(parameter, itemsize * 2 * (hosts - 1) // hosts)
     train_parts(parts, watch, job.batch_size // int(os.environ["WORLD_SIZE"]), fused=True)
     return watch.figures()
 

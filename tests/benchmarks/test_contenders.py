@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.contenders import CONTENDERS, WORKERS
-from benchmarks.contenders.with_ideal_link import BURST, RATE
+from benchmarks.contenders.with_ideal_link import BURST, HOSTS, RATE
 from benchmarks.jobs import JOBS, dqn, layers, mlp, vit
 from benchmarks.jobs.job import BATCHES_AN_EPOCH
 from tests.workers import run_workers
@@ -44,11 +44,16 @@ def plain_loss(job):
     return train("plain", 1, job)[0]["loss"]
 
 
-@pytest.mark.parametrize(("name", "itemsize"), [("ideal", 4), ("ideal-16", 2)])
-def test_an_ideal_link_trains_and_sends_all_gradients_in_each_step(name, itemsize, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "hosts", "itemsize"), [("ideal", 2, 4), ("ideal-16", 2, 2), ("ideal", 4, 6)]
+)
+def test_an_ideal_link_trains_and_sends_all_gradients_in_each_step(
+    name, hosts, itemsize, monkeypatch
+):
     rate = 1000.0  # bytes per second, so slow that only the gradients count
     monkeypatch.setenv(RATE, str(rate))
     monkeypatch.setenv(BURST, "0")
+    monkeypatch.setenv(HOSTS, str(hosts))
     monkeypatch.setenv("WORLD_SIZE", "1")
     job = SMALL["layers"]
     nbytes = itemsize * sum(one.numel() for one in job.build().model.parameters())
