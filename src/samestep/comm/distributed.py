@@ -133,17 +133,17 @@ class Distributed(World):
                 return {}
             seconds = self._timeout_seconds
             found: dict[tuple[int, int], socket.socket] = {}
-            with self._waiting(FORMING):
+            with self._waiting(FORMING), ExitStack() as unused:
                 for partner, number in product(partners, range(CONNECTIONS)):
                     if partner < self.rank:
                         address, port, secret = offers[partner]
                         label = self.rank, number
-                        found[partner, number] = connect(
-                            address, port, to_bytes(secret), label, seconds
-                        )
+                        one = connect(address, port, to_bytes(secret), label, seconds)
+                        found[partner, number] = unused.enter_context(one)
                 while len(found) < CONNECTIONS * len(partners):
-                    connection, label = listener.accept(seconds)
-                    found[label] = connection
+                    one, label = listener.accept(seconds)
+                    found[label] = unused.enter_context(one)
+                unused.pop_all()
             numbers = range(CONNECTIONS)
             return {one: Channel(*(found[one, number] for number in numbers)) for one in partners}
 
