@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from samestep.comm import distributed, rendezvous
 from samestep.comm.base import Share
+from samestep.comm.channel import Channel
 from samestep.comm.connect import HostMemoryWorld
 from samestep.comm.distributed import (
     HEAD_BYTES,
@@ -301,6 +302,21 @@ def test_large_messages_are_sent_in_pieces(monkeypatch):
     # a small rest is divided among the pieces
     sizes = [7 * [PIECE_BYTES + 4] + [PIECE_BYTES - 12], 4 * [PIECE_BYTES]]
     assert on_hosts(2, 2, body) == [found + 4 * [PIECE_BYTES] for found in sizes]
+
+
+def test_channels_show_their_progress_with_large_tensors_in_pieces(monkeypatch):
+    """Otherwise a tensor that takes longer than the timeout would end a run."""
+    monkeypatch.setattr(distributed, "CHANNEL_PIECE_BYTES", 1024)
+
+    def body(world):
+        send, sent = Channel.send, []
+        Channel.send = lambda self, key, one: (sent.append(one.nbytes), send(self, key, one))[1]
+        gathered = torch.empty(3 * 1000)
+        world.all_gather(gathered, torch.arange(1000.0) + 1000 * world.rank, "gathering")
+        assert torch.equal(gathered, torch.arange(3000.0))
+        return sent
+
+    assert on_hosts(3, 3, body) == [2 * [1336, 1336, 1328]] * 3
 
 
 LARGE = 1 << 19  # bytes, more than the kernel takes in

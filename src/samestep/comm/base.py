@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class Arrival(NamedTuple):
-    """The end of a swap of two tensors: `is_there` returns whether `wait` would return at once."""
+    """The end of a swap or a sum: `is_there` returns whether `wait` would return at once."""
 
     wait: Callable[[], None]
     is_there: Callable[[], bool] = lambda: False
@@ -39,8 +39,8 @@ class Arrival(NamedTuple):
 class Share(NamedTuple):
     """A worker's share of a tensor that partners add up; each of them has a share.
 
-    `received` has their sums of this share, by rank. `add` computes its `total` once they are
-    there, and `totals` are those of the other shares, by rank.
+    `received` gets their sums of this share, by rank, and `totals` get those of the other shares.
+    `add` computes this one's `total` once all sums are there.
     """
 
     received: Mapping[int, Sequence[Tensor]]
@@ -166,9 +166,10 @@ class World(ABC):
         """Begin to add up 1-D CPU tensors with the partners, if this world `adds_early`.
 
         The partners are the workers in the same place on other hosts, and make the same call.
-        Returns a call that begins to send them, for each tensor, this worker's sums of their
-        shares, by rank; these must stay as they are. That call returns what completes each tensor.
-        Other threads may call a share's `add`, as soon as all sums are there.
+        Returns a call that takes, for each tensor, this worker's sums of each partner's share, by
+        rank, and begins to send them. They must stay as they are until the tensor is complete, but
+        may be the memory of `totals`. That call returns what completes each tensor. Another thread
+        may call a share's `add`, as soon as all sums are there.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""TCP connections of workers on different hosts: of each pair, one for tensors, one for messages.
+"""Two TCP connections for each pair of workers on different hosts: for tensors and for messages.
 
 gloo cuts a tensor into messages with an acknowledgment each, and keeps all messages to a worker in
 one queue, which its own thread handles. Here a thread writes tensors while another one reads into
@@ -300,12 +300,12 @@ class Reduction:
         with self._lock:
             if self._is_added or not (self._is_sent and _are_done(self._sums)):
                 return
+            self._is_added = True  # even if it fails: parts may be added by then
             self._share.add()
             self._sending += [
                 (channel, channel.send((self._number, 0), self._share.total))
                 for channel in self._channels.values()
             ]
-            self._is_added = True
 
     def is_done(self) -> bool:
         """Return whether everything was received and sent."""

@@ -1,6 +1,7 @@
 """A world over torch.distributed: gloo for host memory, NCCL for GPUs.
 
-CPU workers on hosts of one size have a `Channel` to the worker in their place on each other host.
+CPU workers on up to 64 hosts with the same number of workers have a `Channel` to the worker in
+their place on each other host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.cluster import gloo_address
-from samestep.comm.base import Arrival, Send, SendSums, Share, Sizes, World
+from samestep.comm.base import EMPTY, Arrival, Send, SendSums, Share, Sizes, World
 from samestep.comm.channel import Channel, Listener, Reduction, connect
 from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
@@ -36,12 +37,14 @@ ROW_BYTES = 1024  # size of the first row for each `what`; grows as needed
 KEPT_ROW_BYTES = 64 << 10  # the longest row whose length and tables are kept for the next one
 # gloo sends one large message at a time; pieces in flight fill both directions of a link
 PIECE_BYTES = 1 << 20
+CHANNEL_PIECE_BYTES = 16 << 20  # each shows that a connection makes progress
 TAGS = 1 << 20  # number of tags that transfers use in turn, from 1: rows have tag 0
 # gloo then reads the addresses of all workers in one request, and each has the same few bytes
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
-# with more, a worker would have too many connections, each with two threads
+# with more, a worker would have too many connections and threads: two of each per partner
 MOST_HOSTS = 64
 CONNECTIONS = 2  # of a channel
+LEAST_SECONDS = 0.01  # 0 would mean not to wait at all
 MESSAGE_BYTES = 16 << 10  # that two workers can send each other at once without a reader
 SLACK_SECONDS = 1.0  # time after the backend's own timeout, if the store does not respond
 LATE = 0.95  # fraction of the timeout after which an error counts as a timeout
@@ -125,27 +128,35 @@ class Distributed(World):
         partners = [host[self.rank - self.host.start] for host in self.hosts if host != self.host]
         with ExitStack() as exits:
             offer = None
-            with suppress(OSError):
-                listener = exits.enter_context(Listener(gloo_address()))
-                offer = [listener.address, listener.port, to_text(listener.secret)]
+            last = self.hosts[-1].start  # from here on, workers only connect to others
+            if self.rank < last:
+                with suppress(OSError):
+                    listener = exits.enter_context(Listener(gloo_address()))
+                    offer = [listener.address, listener.port, to_text(listener.secret)]
             offers = self.all_gather_json(offer, FORMING)
-            if None in offers:
+            if None in offers[:last]:
                 return {}
-            seconds = self._timeout_seconds
+            deadline = time.monotonic() + self._timeout_seconds
+
+            def remaining() -> float:
+                return max(deadline - time.monotonic(), LEAST_SECONDS)
+
             found: dict[tuple[int, int], socket.socket] = {}
             with self._waiting(FORMING), ExitStack() as unused:
                 for partner, number in product(partners, range(CONNECTIONS)):
                     if partner < self.rank:
                         address, port, secret = offers[partner]
                         label = self.rank, number
-                        one = connect(address, port, to_bytes(secret), label, seconds)
+                        one = connect(address, port, to_bytes(secret), label, remaining())
                         found[partner, number] = unused.enter_context(one)
                 while len(found) < CONNECTIONS * len(partners):
-                    one, label = listener.accept(seconds)
+                    one, label = listener.accept(remaining())
                     found[label] = unused.enter_context(one)
+                channels = {
+                    partner: Channel(found[partner, 0], found[partner, 1]) for partner in partners
+                }
                 unused.pop_all()
-            numbers = range(CONNECTIONS)
-            return {one: Channel(*(found[one, number] for number in numbers)) for one in partners}
+            return channels
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -464,8 +475,12 @@ class Distributed(World):
             call = dist.isend if sends else dist.irecv
             # isend and irecv return None only outside the group
             return [call(piece, rank, self._group, tag).wait for piece in _pieces(tensor)]  # type: ignore[union-attr]
-        transfer = (channel.send if sends else channel.receive)((tag, 0), tensor)
-        return [partial(channel.wait, transfer, self._timeout_seconds)]
+        begin = channel.send if sends else channel.receive
+        transfers = [
+            begin((tag, number), piece)
+            for number, piece in enumerate(_pieces(tensor, CHANNEL_PIECE_BYTES))
+        ]
+        return [partial(channel.wait, one, self._timeout_seconds) for one in transfers]
 
     def _next_tag(self) -> int:
         self._transfers = self._transfers % TAGS + 1
@@ -476,13 +491,7 @@ class Distributed(World):
     ) -> Callable[[], None]:
         with self._waiting(what):
             waits = self._transfer(sent, received)
-
-        def end() -> None:
-            with self._waiting(what):
-                for wait in waits:
-                    wait()
-
-        return end
+        return self._end_of(waits, what, EMPTY)  # what is in flight holds its tensors itself
 
     def shared(self, nbytes: int) -> list[Tensor]:
         return super().shared(nbytes) if self._mesh is None else share(self._mesh, nbytes)
@@ -548,11 +557,9 @@ def _length(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-def _pieces(tensor: Tensor | None) -> tuple[Tensor, ...]:
-    if tensor is None or not len(tensor):
-        return ()
+def _pieces(tensor: Tensor, nbytes: int = PIECE_BYTES) -> tuple[Tensor, ...]:
     # a small rest is not sent as a separate piece
-    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // PIECE_BYTES))
+    pieces: tuple[Tensor, ...] = tensor.detach().chunk(max(1, tensor.nbytes // nbytes))
     return pieces
 
 

@@ -51,7 +51,7 @@ LEAST_FILL: Final = 4
 # Parts of sums, which are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
 MOST_CHUNK_BYTES: Final = 16 << 20
-SERIAL_ELEMENTS: Final = 1 << 15  # torch divides no fewer among threads
+SERIAL_ELEMENTS: Final = 1 << 15  # up to this many, torch uses one thread
 UNHELD: Final = next(map(getrefcount, [object()]))  # references to what only a list holds
 
 
@@ -97,7 +97,7 @@ def chunks(elements: int, itemsize: int, hosts: int = 2) -> list[int]:
 
     The first one is small, so that the network starts early, and the last ones are, so that little
     is left to do once they have arrived. Those in between are larger, since each takes time, too.
-    More than two hosts send shares of these parts, which are larger instead.
+    Parts grow with the number of hosts, since partners send shares of them.
     """
     sizes = []
     size = least = CHUNK_BYTES * hosts // 2 // itemsize
@@ -138,7 +138,7 @@ class PartialSums(NamedTuple):
     arrival: Arrival
 
 
-SendParts = Callable[[Sequence[Iterable[Tensor]]], list[PartialSums]]  # of each sum of the host
+SendParts = Callable[[Sequence[Iterable[Tensor]]], list[PartialSums]]  # gets the parts of each sum
 
 
 class Exchange:
@@ -200,16 +200,17 @@ class Exchange:
         # sends on what was exchanged within a machine
         self._nearby: Callable[[], PartialSums] | None = None
         self._send: SendParts | None = None  # if what other hosts send is expected
-        # of an exchange whose parts are not added yet
+        # of an exchange whose parts were not awaited yet
         self._started: list[PartialSums] | None = None
         if self.across == "host":
             flat = self.slices(self._own[0], self.held)
-            self._runs = [*self._cut(flat)]
-            self._sizes = [part.numel() for run in self._runs for part in run.parts]
             if self.swaps:
+                self._runs = [*self._cut(flat)]
+                self._sizes = [part.numel() for run in self._runs for part in run.parts]
                 self._received = torch.empty_like(flat)
                 self._arriving = self._received.split(self._sizes)
             else:
+                self._sizes = chunks(len(flat), self.dtype.itemsize, len(world.hosts))
                 self._known: list[dict[Span, Tensor]] = []  # sums by span, of a share of each part
                 self._shares = list(map(self._share_of, flat.split(self._sizes)))
 
@@ -373,9 +374,9 @@ class Exchange:
         }
 
     def _cut(self, own: Tensor) -> Iterator[Run]:
-        """Cut what this worker holds into runs: one, unless gradients are sent without a copy."""
+        """Cut a sum to be swapped into runs: one, unless gradients are sent without a copy."""
         itemsize, first, start = self.dtype.itemsize, 0, 0
-        if self.swaps and len(self._route.host) == 1:
+        if len(self._route.host) == 1:
             pairs = zip(self.layout.sizes, self.layout.offsets, strict=False)
             for number, (size, offset) in enumerate(pairs):
                 whole = size // ALIGNMENT * ALIGNMENT
@@ -385,8 +386,7 @@ class Exchange:
                     rest = own[offset + whole : offset + size]
                     yield Run(slice(number, number + 1), parts, rest)
                     first, start = number + 1, offset + whole
-        sizes = chunks(len(own) - start, itemsize, len(self._route.others) + 1)
-        yield Run(slice(first, None), own[start:].split(sizes))
+        yield Run(slice(first, None), _in_chunks(own[start:]))
 
     def _send_parts(self, parts: Iterable[Tensor] | None = None) -> list[PartialSums]:
         """Send the sums of this host, in parts.
@@ -668,7 +668,7 @@ def _add_all(lanes: int, known: Mapping[Span, Tensor], out: Tensor) -> None:
 
 
 def _add_serially(lanes: int, known: Mapping[Span, Tensor], out: Tensor) -> None:
-    """Do what `_add_all` does, in pieces for which torch starts no threads of a thread's own."""
+    """Do what `_add_all` does, in pieces so small that torch uses the calling thread alone."""
     pieces = zip(*(one.split(SERIAL_ELEMENTS) for one in (out, *known.values())), strict=True)
     for piece, *sums in pieces:
         _add_all(lanes, dict(zip(known, sums, strict=True)), piece)

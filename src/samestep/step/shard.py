@@ -158,7 +158,7 @@ class FlatBuffer:
 
     @property
     def defers(self) -> bool:
-        """Whether gradients that arrive from another host are awaited in the optimizer's step."""
+        """Whether gradients that arrive from other hosts are awaited in the optimizer's step."""
         if self.is_in_step or self.exchange.across == "world":
             return False
         return have_none([segment.parameter for segment in self.segments])
@@ -556,9 +556,9 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
 
 
 def choose_across(parameters: Parameters, world: World) -> Across:
-    """Return "host" if its messages are sent early, and half the free memory has room. Collective.
+    """Return "host" if it hides messages, and half the free memory has room. Collective.
 
-    Gradients are exchanged during backward, parameters after the update.
+    That is, if gradients can be added up during backward; parameters are sent after the update.
     The room is that of Adam's two tensors on the host with the least memory.
     """
     hosts = len(world.hosts)
