@@ -5,12 +5,11 @@ usage: python -m benchmarks.network [--hosts 2] [--turns 8] [--rates 1gbit 10gbi
 
 Run as root, on Linux with iproute2 and util-linux. The hosts are network namespaces, each with a
 link of limited rate to the other one, or to a switch if there are four. This command makes and
-removes them. Workers have one thread each. All contenders
-start a job, and then train in turns of seconds, while the others are stopped, because a machine's
-speed may change within a minute. Every ratio compares turns that follow each other. Contenders that
-exchange gradients in 16 bits have their own tables. At the end, every bit of the first steps is
-compared between samestep on one worker and on the workers of all hosts; the exit status is 1 if
-any differs.
+removes them. Workers have one thread each. All contenders start a job, and then train in turns of
+seconds, while the others are stopped, because a machine's speed may change within a minute. Every
+ratio compares turns that follow each other. Contenders that exchange gradients in 16 bits have
+their own tables. At the end, every bit of the first steps is compared between samestep on one
+worker and on the workers of all hosts; the exit status is 1 if any differs.
 """
 
 from __future__ import annotations
@@ -165,8 +164,8 @@ def team(contender: str, job: str, ranks: Sequence[str], rate: str, port: int) -
 
     Several contenders may run at once, on different ports.
     """
-    hosts = str(len(set(ranks)))
-    link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate)), HOSTS: hosts}
+    number = str(len(set(ranks)))
+    link = {RATE: str(bits_a_second(rate) / 8), BURST: str(burst(rate)), HOSTS: number}
     with TemporaryDirectory() as logs:
         variables = {**link, LOGS: logs, "MASTER_PORT": str(port)}
         with started(contender, job, ranks, variables) as workers:

@@ -179,9 +179,9 @@ class Exchange:
         self.own_number = route.numbers[world.rank]
         self._host_spans = self._spans_of(route.host)
         sums = [len(self._spans_of(host)) for host in world.hosts]
-        is_pair = is_cpu and route.is_uniform and sums == [1, 1]
-        adds_early = is_cpu and world.adds_early
-        self.across: Across = across if is_pair or adds_early else "world"
+        is_pair = route.is_uniform and sums == [1, 1]
+        is_early = is_cpu and (is_pair or world.adds_early)
+        self.across: Across = across if is_early else "world"
         self.swaps = is_pair and self.across == "host"
         self.held = self._held_by(world.rank)
         self._spans = [self._spans_of(range(rank, rank + 1)) for rank in route.host]
@@ -205,12 +205,14 @@ class Exchange:
         if self.across == "host":
             flat = self.slices(self._own[0], self.held)
             if self.swaps:
+                (self._other_span,) = self._spans_of(route.others[0])
                 self._runs = [*self._cut(flat)]
                 self._sizes = [part.numel() for run in self._runs for part in run.parts]
                 self._received = torch.empty_like(flat)
                 self._arriving = self._received.split(self._sizes)
             else:
                 self._sizes = chunks(len(flat), self.dtype.itemsize, len(world.hosts))
+                self._share_sizes = {size: self._divided(size) for size in set(self._sizes)}
                 self._known: list[dict[Span, Tensor]] = []  # sums by span, of a share of each part
                 self._shares = list(map(self._share_of, flat.split(self._sizes)))
 
@@ -406,8 +408,7 @@ class Exchange:
         return self._begin_swap() if self.swaps else self._begin_sums()
 
     def _begin_swap(self) -> SendParts:
-        (partner,), (host,) = self._route.partners, self._route.others
-        (span,), (other_span,) = self._host_spans, self._spans_of(host)
+        (partner,), (span,), other_span = self._route.partners, self._host_spans, self._other_span
         send = self.world.begin_swap(partner, self._arriving, "exchanging gradients")
 
         def start(sums: Sequence[Iterable[Tensor]]) -> list[PartialSums]:
@@ -431,7 +432,7 @@ class Exchange:
 
         def divided(sums: Sequence[Iterable[Tensor]]) -> Iterator[dict[int, list[Tensor]]]:
             for known, parts in zip(self._known, zip(*sums, strict=True), strict=True):
-                shares = [self._divided(part) for part in parts]
+                shares = list(map(self._shares_of, parts))
                 known.update(zip(self._host_spans, [one[rank] for one in shares], strict=True))
                 yield {other: [one[other] for one in shares] for other in self._route.partners}
 
@@ -444,7 +445,7 @@ class Exchange:
 
     def _share_of(self, part: Tensor) -> Share:
         """Return this worker's share of a part; the sums of it that are added go into `_known`."""
-        totals = self._divided(part)
+        totals = self._shares_of(part)
         total = totals.pop(self.world.rank)
         known, received = dict[Span, Tensor](), dict[int, Sequence[Tensor]]()
         for partner, host in zip(self._route.partners, self._route.others, strict=True):
@@ -454,12 +455,17 @@ class Exchange:
         self._known.append(known)
         return Share(received, partial(_add_serially, self._lanes, known, total), total, totals)
 
-    def _divided(self, part: Tensor) -> dict[int, Tensor]:
-        """Divide a part into shares of this worker and its partners, by rank."""
+    def _divided(self, size: int) -> dict[int, int]:
+        """Divide the elements of a part among this worker and its partners, by rank."""
         ranks = sorted([self.world.rank, *self._route.partners])
-        ends = [len(part) * n // len(ranks) // ALIGNMENT * ALIGNMENT for n in range(len(ranks))]
-        sizes = [end - start for start, end in pairwise([*ends, len(part)])]
-        return dict(zip(ranks, part.split(sizes), strict=True))
+        ends = [size * n // len(ranks) // ALIGNMENT * ALIGNMENT for n in range(len(ranks))]
+        sizes = [end - start for start, end in pairwise([*ends, size])]
+        return dict(zip(ranks, sizes, strict=True))
+
+    def _shares_of(self, part: Tensor) -> dict[int, Tensor]:
+        """Return the shares of a part, by rank."""
+        sizes = self._share_sizes[len(part)]
+        return dict(zip(sizes, part.split(list(sizes.values())), strict=True))
 
     def _put_in_parts(self, gradients: Gradients) -> Iterator[Tensor]:
         """Yield parts to send: large gradients as they are, others once they are copied in."""
@@ -573,7 +579,12 @@ class Exchange:
             return lambda: None
         if not self.world.shares_memory:
             return self.world.begin_all_gather(own, self.slice_of(own, self.world.rank), what)
-        return self._fetch(own, what) if self._route.others else lambda: None
+        if not self._route.others:
+            return lambda: None
+        sent = dict.fromkeys(self._route.partners, self.slice_of(own, self.world.rank))
+        owners = self._route.owners[self.world.rank][1:]
+        received = {owner: self.slice_of(own, owner) for owner in owners}
+        return self.world.begin_transfer(sent, received, what)
 
     def copy_from_host(self, flats: Sequence[Tensor]) -> None:
         """Copy the slices that the other workers of this host have, between two barriers."""
@@ -589,13 +600,6 @@ class Exchange:
     def free(self) -> None:
         """Note a barrier of this host: all of its workers have finished their sums."""
         self._is_sending, self._summed_at = False, -1
-
-    def _fetch(self, own: Tensor, what: str) -> Callable[[], None]:
-        """Begin to fetch the slices of the remote workers that this worker serves."""
-        sent = dict.fromkeys(self._route.partners, self.slice_of(own, self.world.rank))
-        owners = self._route.owners[self.world.rank][1:]
-        received = {owner: self.slice_of(own, owner) for owner in owners}
-        return self.world.begin_transfer(sent, received, what)
 
 
 def wait_until_free(exchanges: Sequence[Exchange]) -> None:
