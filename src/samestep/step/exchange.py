@@ -63,8 +63,9 @@ def buckets(
 ) -> list[list[Parameter]]:
     """Group parameters by dtype, in buckets of limited size unless a parameter is larger.
 
-    The limit is an eighth of what is exchanged, in `round_to`, from 1 to 8 MiB of it. Buckets take
-    parameters in the order of `places`, by id, from the last one, because autograd completes
+    The limit is an eighth of what is exchanged, in `round_to`, from 1 to 8 MiB of it, and half of
+    that for the bucket that autograd completes first, so that the network starts early. Buckets
+    take parameters in the order of `places`, by id, from the last one, because autograd completes
     neighbors together, and keep the given order inside. On a single host there is one bucket per
     dtype: early exchanges gain nothing while all cores compute.
     """
@@ -83,7 +84,8 @@ def buckets(
         for parameter, size in reversed(pairs):
             if parameter.dtype != dtype:
                 continue
-            is_full = total + size > most and total >= most // LEAST_FILL
+            limit = most if len(groups) > 1 else most // 2
+            is_full = total + size > limit and total >= limit // LEAST_FILL
             if not group or (is_full and len(world.hosts) > 1):
                 group, total = [], 0
                 groups.append(group)

@@ -107,9 +107,9 @@ class Overlap:
             bucket.exchange.put(list(map(bucket.select, own)))
 
     def start(self) -> None:
-        """Start the remaining exchanges, after a message that other workers should get first.
+        """Start the remaining exchanges, after a message to all workers.
 
-        It also showed that all workers of this host have called `finish`.
+        It has shown that all workers of this host have called `finish`.
         """
 
     def set_gradients(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
@@ -242,8 +242,7 @@ class EarlyExchange(Overlap):
 
     def _put_next(self, own: Sequence[Gradients]) -> None:
         exchange = self.order[self._put].exchange
-        # the last one waits for `start`
-        if exchange.sends_parts and self._started == self._put < len(self.order) - 1:
+        if exchange.sends_parts and self._started == self._put:
             self._started += 1
             exchange.put_and_start(own)
         else:
@@ -262,8 +261,7 @@ class EarlyExchange(Overlap):
         for _ in range(2):
             with self._fence:
                 pass
-        # the last one waits for `start`
-        self._start_until(min(ready, self._put, len(self.order) - 1))
+        self._start_until(min(ready, self._put))
 
     def _start_until(self, number: int) -> None:
         while self._started < number:

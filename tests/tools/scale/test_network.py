@@ -58,14 +58,19 @@ def test_the_traffic_is_what_the_exchange_sends(hosts_and_workers, more_lanes, e
     assert traffic.host_messages == len(barriers) * (per_host - 1)
 
 
+@pytest.mark.parametrize("round_to", [None, torch.bfloat16])
 @pytest.mark.parametrize("tensors", [8, 80, 192, 1280])
-def test_buckets_are_counted(tensors):
+def test_buckets_are_counted(tensors, round_to):
     parameters = [torch.nn.Parameter(torch.empty(1 << 14, device="meta")) for _ in range(tensors)]
-    expected = len(buckets(parameters, RecordingWorld(0, 4, 1)))
-    assert count_traffic(4, 1, 4, tensors << 16).batches == 2 * expected  # and to the partners
-    assert count_traffic(4, 2, 4, tensors << 16).batches == expected  # two hosts swap
+    expected = len(buckets(parameters, RecordingWorld(0, 4, 1), round_to))
+    sizes = tensors << 16, 2 if round_to else 4
+    assert count_traffic(4, 1, 4, *sizes).batches == 2 * expected  # and to the partners
+    assert count_traffic(4, 2, 4, *sizes).batches == expected  # two hosts swap
+
+
+def test_two_hosts_swap_small_gradients_at_once():
     assert len(record_calls(0, 2, 1, 2, (8 << 20) // 4)) == 1 + 1  # losses, and one swap
-    assert count_traffic(2, 1, 2, 512 << 20).batches == 64
+    assert count_traffic(2, 1, 2, 512 << 20).batches == 65
 
 
 def test_one_worker_sends_nothing():

@@ -103,8 +103,9 @@ def count_traffic(
     if hosts == 1:
         return Traffic(host_messages=HOST_BARRIERS * (workers - 1), moved_bytes=moved)
     partners = hosts - 1
-    eighth = nbytes // BUCKETS
-    buckets = max(1, -(-nbytes // min(max(eighth, LEAST_BUCKET_BYTES), BUCKET_BYTES)))
+    exchanged = nbytes * gradient_bytes // ELEMENT_BYTES
+    limit = min(max(exchanged // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+    buckets = max(1, -(-(exchanged + limit // 2) // limit))  # the first one takes half
     if hosts == 2 and host_sums == 1:  # hosts swap all that their workers hold
         batches, sent = buckets, hosts * slice_bytes
     else:  # sums go to the owners of slices, and from there to their partners
