@@ -275,18 +275,18 @@ class Distributed(World):
         A channel carries short ones, and the first bytes of others, which show whether their sizes
         are the same.
         """
-        to, come = self._channels.get(receiver), self._channels.get(sender)
+        outgoing, incoming = self._channels.get(receiver), self._channels.get(sender)
         works = list[dist.Work | None]()
-        few = MESSAGE_BYTES if to is not None else 0
+        few = MESSAGE_BYTES if outgoing is not None else 0
         if len(sent) > few:  # gloo sends to a posted receive
             works.append(dist.irecv(received[few:], sender, self._group))
             works.append(dist.isend(sent[few:], receiver, self._group))
-        if to is not None:
-            to.send_message(sent[:few])
+        if outgoing is not None:
+            outgoing.send_message(sent[:few])
 
         def end() -> None:
-            if come is not None:
-                come.receive_message(received[:few], self._timeout_seconds)
+            if incoming is not None:
+                incoming.receive_message(received[:few], self._timeout_seconds)
             for work in works:
                 work.wait()  # type: ignore[union-attr]  # None only outside of the group
 

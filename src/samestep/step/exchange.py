@@ -55,6 +55,11 @@ SERIAL_ELEMENTS: Final = 1 << 15  # up to this many, torch uses one thread
 UNHELD: Final = next(map(getrefcount, [object()]))  # references to what only a list holds
 
 
+def bucket_limit(nbytes: int) -> int:
+    """Return the bytes that a bucket may have if `nbytes` are exchanged; the first has half."""
+    return min(max(nbytes // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+
+
 def buckets(
     parameters: Parameters,
     world: World,
@@ -75,7 +80,7 @@ def buckets(
         by_place = buckets(ordered, world, round_to)
         return [sorted(some, key=lambda one: given[id(one)]) for some in by_place]
     sizes = [one.numel() * sum_dtype(one.dtype, round_to).itemsize for one in parameters]
-    most = min(max(sum(sizes) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+    most = bucket_limit(sum(sizes))
     pairs = [*zip(parameters, sizes, strict=True)]
     groups: list[list[Parameter]] = []
     for dtype in reversed(dict.fromkeys(parameter.dtype for parameter in parameters)):

@@ -242,7 +242,7 @@ class EarlyExchange(Overlap):
 
     def _put_next(self, own: Sequence[Gradients]) -> None:
         exchange = self.order[self._put].exchange
-        if exchange.sends_parts and self._started == self._put:
+        if exchange.sends_parts:  # a host's only worker: those before have started
             self._started += 1
             exchange.put_and_start(own)
         else:

@@ -20,7 +20,7 @@ from samestep.comm.rendezvous import rendezvous
 from samestep.config import merge
 from samestep.launch import launch
 from samestep.run.process import gpu_names, set_up_devices
-from samestep.step.exchange import BUCKET_BYTES, BUCKETS, LEAST_BUCKET_BYTES
+from samestep.step.exchange import bucket_limit
 from samestep.step.layout import Layout, lanes_of, subtrees
 from samestep.tools import make_all_reduce
 
@@ -104,8 +104,8 @@ def count_traffic(
         return Traffic(host_messages=HOST_BARRIERS * (workers - 1), moved_bytes=moved)
     partners = hosts - 1
     exchanged = nbytes * gradient_bytes // ELEMENT_BYTES
-    limit = min(max(exchanged // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
-    buckets = max(1, -(-(exchanged + limit // 2) // limit))  # the first one takes half
+    limit = bucket_limit(exchanged)
+    buckets = -(-(exchanged + limit // 2) // limit)  # the first one takes half
     if hosts == 2 and host_sums == 1:  # hosts swap all that their workers hold
         batches, sent = buckets, hosts * slice_bytes
     else:  # sums go to the owners of slices, and from there to their partners
