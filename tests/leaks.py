@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 PR_SET_CHILD_SUBREAPER = 36  # from <sys/prctl.h>
 # Costs time only in a test that fails. A loader process checks every 5 s whether its parent exited.
 GRACE_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
+MISSING = object()
 # multiprocessing starts one such process and never stops it.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 # pytest sets the first in each phase of a test, torch._dynamo the second and scikit-learn the
@@ -73,19 +76,25 @@ def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
 
 def _constants() -> dict[str, object]:
     """Return the constants of the imported modules of samestep, by their full names."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("samestep.")]
     return {
-        f"{module_name}.{name}": value
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("samestep.")
-        for name, value in vars(module).items()
-        if name.isupper()
+        full_name: value
+        for module in modules
+        for name, full_name in _names_of(module)
+        if (value := vars(module).get(name, MISSING)) is not MISSING
     }
+
+
+@cache
+def _names_of(module: ModuleType) -> list[tuple[str, str]]:
+    """Return the names of a module's constants when it was first seen, and their full names."""
+    return [(name, f"{module.__name__}.{name}") for name in vars(module) if name.isupper()]
 
 
 def _children() -> dict[int, str]:
     """Return the command lines of this process's living children, by process id."""
     children = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in _folders_of_children():
         with suppress(OSError):
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid() and state != "Z":
@@ -93,6 +102,19 @@ def _children() -> dict[int, str]:
                 if RESOURCE_TRACKER not in command:
                     children[int(folder.name)] = command
     return children
+
+
+def _folders_of_children() -> list[Path]:
+    """Return the folders of this process's children in /proc, or of all if Linux does not tell."""
+    try:
+        numbers = [
+            number
+            for thread in Path("/proc/self/task").iterdir()
+            for number in (thread / "children").read_text().split()
+        ]
+    except OSError:  # also if a thread ends meanwhile, which leaves its children to another one
+        return [*Path("/proc").glob("[0-9]*")]
+    return [Path("/proc", number) for number in numbers]
 
 
 def _threads() -> set[threading.Thread]:

@@ -182,40 +182,33 @@ def test_an_exit_status_needs_no_streams():
     assert subprocess.run(arguments, check=False).returncode == cli.EXIT_WRONG_USE
 
 
-@pytest.mark.parametrize("given", [None, "7"])
-def test_hashes_of_strings_are_the_same_in_every_run(given, tmp_path):
+@pytest.mark.parametrize(
+    ("seed", "tunables"), [(None, None), (None, ""), ("7", "glibc.malloc.tcache_count=3")]
+)
+def test_a_run_has_the_same_hashes_of_strings_every_time_and_settings_of_malloc(
+    seed, tunables, tmp_path
+):
+    """Few small blocks are kept, so that they do not settle between large gradients."""
     script = tmp_path / "script.py"
-    script.write_text("print(hash('samestep'))")
-    others = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    environment = others if given is None else {**others, "PYTHONHASHSEED": given}
+    script.write_text("import os; print(hash('samestep'), os.environ['GLIBC_TUNABLES'])")
+    given = {"PYTHONHASHSEED": seed, "GLIBC_TUNABLES": tunables}
+    others = {name: value for name, value in os.environ.items() if name not in given}
+    environment = {name: value for name, value in given.items() if value is not None}
+    expected = {
+        "PYTHONHASHSEED": seed or "0",
+        "GLIBC_TUNABLES": "glibc.malloc.tcache_count=2" if tunables is None else tunables,
+    }
 
-    def printed(*arguments, **environment):
+    def printed(*arguments, **variables):
         return subprocess.run(
             [sys.executable, *arguments, script],
-            env=environment,
+            env={**others, **variables},
             capture_output=True,
             text=True,
             check=True,
         ).stdout
 
-    expected = printed(**{**others, "PYTHONHASHSEED": given or "0"})
-    assert expected in printed("-m", "samestep", "run", **environment)
-
-
-@pytest.mark.parametrize("given", [None, "", "glibc.malloc.tcache_count=3"])
-def test_small_blocks_do_not_settle_between_large_gradients(given, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import os; print(os.environ['GLIBC_TUNABLES'])")
-    chosen = {"PYTHONHASHSEED", "GLIBC_TUNABLES"}
-    others = {name: value for name, value in os.environ.items() if name not in chosen}
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", "run", script],
-        env=others if given is None else {**others, "GLIBC_TUNABLES": given},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == ("glibc.malloc.tcache_count=2" if given is None else given)
+    assert printed("-m", "samestep", "run", **environment) == printed(**expected)
 
 
 def test_samestep_alone_prints_help(capsys):

@@ -25,14 +25,10 @@ def expected(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("expected"), EPOCHS)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("hosts", "kinds"),
-    [
-        (1, ON_ONE_HOST),
-        pytest.param(1, WITH_A_RESUME, marks=pytest.mark.long),
-        pytest.param(2, ON_TWO_HOSTS, marks=pytest.mark.long),
-    ],
+    ("hosts", "kinds"), [(1, ON_ONE_HOST), (1, WITH_A_RESUME), (2, ON_TWO_HOSTS)]
 )
 def test_a_run_under_faults_ends_like_an_undisturbed_one(tmp_path, expected, hosts, kinds):
     if os.geteuid() == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -42,15 +41,16 @@ def occurs(message: str, texts: list[str]) -> bool:
     return any(pattern.search(text) for text in texts)
 
 
-TEXTS = [
-    text for path in sorted(Path(SOURCES).rglob("*.py")) for text in texts_of(path.read_text())
-]
+@pytest.fixture(scope="module")
+def texts():
+    """Return the strings in all sources."""
+    return [text for path in sorted(SOURCES.rglob("*.py")) for text in texts_of(path.read_text())]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_quoted_message_exists(message):
+def test_a_quoted_message_exists(message, texts):
     assert len(re.findall(r"\w", message)) >= LEAST_LETTERS
-    assert occurs(message, TEXTS)
+    assert occurs(message, texts)
 
 
 def test_every_exception_has_an_entry():

@@ -451,8 +451,10 @@ def updated(world, kind, options, exchange_dtype):
     return [bits(parameter) for parameter in model.parameters()], scalars
 
 
-@pytest.mark.parametrize("have_arrived", [False, True])
-@pytest.mark.parametrize(("hosts", "workers"), [(2, 2), (2, 4), (3, 3)])
+@pytest.mark.parametrize(
+    ("hosts", "workers", "have_arrived"),
+    [(2, 2, False), (2, 2, True), (2, 4, False), (3, 3, True)],
+)
 @pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
 def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     exchange_dtype, hosts, workers, have_arrived, monkeypatch

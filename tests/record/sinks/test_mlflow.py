@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 
 from samestep.errors import ConfigError
 from samestep.record import read_events
@@ -35,6 +33,8 @@ def _variables(monkeypatch):
 
 
 def client(directory):
+    from mlflow.tracking import MlflowClient  # takes more than a second
+
     return MlflowClient((directory / "mlflow").as_uri())
 
 
@@ -183,18 +183,19 @@ def test_a_run_deleted_from_the_store_is_created_again(record, tmp_path):
 
 
 def test_metrics_of_a_failed_request_are_written_by_the_next(record, tmp_path, monkeypatch):
+    from mlflow import exceptions, tracking
+
+    def fail(*_, **__):
+        raise exceptions.MlflowException("the store does not answer")
+
     write_step(record, 0, loss=0.5)
     sink = MlflowSink(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_batch", _fail)
-        with pytest.raises(MlflowException):
+        patch.setattr(tracking.MlflowClient, "log_batch", fail)
+        with pytest.raises(exceptions.MlflowException):
             send(sink, tmp_path, 1)
     sink.close()
     assert [point.value for point in history(tmp_path, "loss")] == [0.5]
-
-
-def _fail(*_, **__):
-    raise MlflowException("the store does not answer")
 
 
 def test_the_tracking_uri_and_experiment_are_used(record, tmp_path, monkeypatch):
