@@ -71,5 +71,6 @@ clean:
 .venv/ready-%: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo 'installing samestep[$*] into .venv: about a minute'
+	@$(PIP) --upgrade pip  # one of 2023 takes twice as long
 	@$(PIP) --editable '.[$*]'
 	@touch $@
