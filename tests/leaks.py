@@ -19,6 +19,7 @@ PR_SET_CHILD_SUBREAPER = 36  # from <sys/prctl.h>
 # Costs time only in a test that fails. A loader process checks every 5 s whether its parent exited.
 GRACE_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
+THREADS = Path("/proc/self/task")
 MISSING = object()
 # multiprocessing starts one such process and never stops it.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
@@ -109,7 +110,7 @@ def _folders_of_children() -> list[Path]:
     try:
         numbers = [
             number
-            for thread in Path("/proc/self/task").iterdir()
+            for thread in THREADS.iterdir()
             for number in (thread / "children").read_text().split()
         ]
     except OSError:  # also if a thread ends meanwhile, which leaves its children to another one

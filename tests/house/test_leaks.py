@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from samestep.step import exchange
+from tests import leaks
 from tests.leaks import SHARED_MEMORY, LeakError, nothing_left
 from tests.needs import needs
 
@@ -30,7 +31,10 @@ def test_a_constant_left_changed_is_found(monkeypatch):
         monkeypatch.setattr(exchange, "BUCKETS", 9)
 
 
-def test_a_process_left_behind_is_found_and_killed():
+@pytest.mark.parametrize("kernel_lists_children", [True, False])
+def test_a_process_left_behind_is_found_and_killed(kernel_lists_children, monkeypatch):
+    if not kernel_lists_children:
+        monkeypatch.setattr(leaks, "THREADS", leaks.THREADS / "missing")
     sleeper = None
     with pytest.raises(LeakError, match=r"process \d+: sleep 30"), nothing_left(grace_seconds=0.1):
         sleeper = subprocess.Popen(["sleep", "30"])
