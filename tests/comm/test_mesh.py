@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import time
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,10 +112,11 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
+        while state_of(pids[1]) != "T":
+            time.sleep(0.01)
         both.wait(30)
         message = wait_until_error(world, "waiting")
         both.wait(30)  # a worker that closes its world ends the other's wait
-        assert state_of(pids[1]) == "T"
         with pytest.raises(WorldError, match="while waiting again"):
             world.barrier("waiting again")
         world.close()
@@ -124,7 +126,9 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
         return message
 
     messages = [outcome.value for outcome in try_workers(body, 3)]
-    (report,) = [message for message in messages if "likely cause: SIGSTOP" in message]
+    reports = [message for message in messages if "likely cause: SIGSTOP" in message]
+    assert len(reports) == 1, messages
+    (report,) = reports
     assert report.startswith(
         "timed out after 3 s waiting for worker 1: workers 0 and 2 were waiting at step 0\n"
     )
