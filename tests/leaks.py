@@ -20,7 +20,6 @@ PR_SET_CHILD_SUBREAPER = 36  # from <sys/prctl.h>
 GRACE_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 THREADS = Path("/proc/self/task")
-MISSING = object()
 # multiprocessing starts one such process and never stops it.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 # pytest sets the first in each phase of a test, torch._dynamo the second and scikit-learn the
@@ -79,10 +78,10 @@ def _constants() -> dict[str, object]:
     """Return the constants of the imported modules of samestep, by their full names."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith("samestep.")]
     return {
-        full_name: value
+        full_name: vars(module)[name]
         for module in modules
         for name, full_name in _names_of(module)
-        if (value := vars(module).get(name, MISSING)) is not MISSING
+        if name in vars(module)
     }
 
 

@@ -183,7 +183,13 @@ def test_an_exit_status_needs_no_streams():
 
 
 @pytest.mark.parametrize(
-    ("seed", "tunables"), [(None, None), (None, ""), ("7", "glibc.malloc.tcache_count=3")]
+    ("seed", "tunables"),
+    [
+        (None, None),
+        (None, ""),
+        (None, "glibc.malloc.tcache_count=3"),
+        ("7", "glibc.malloc.tcache_count=3"),
+    ],
 )
 def test_a_run_has_the_same_hashes_of_strings_every_time_and_settings_of_malloc(
     seed, tunables, tmp_path

@@ -117,6 +117,7 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
         both.wait(30)
         message = wait_until_error(world, "waiting")
         both.wait(30)  # a worker that closes its world ends the other's wait
+        assert state_of(pids[1]) == "T"
         with pytest.raises(WorldError, match="while waiting again"):
             world.barrier("waiting again")
         world.close()

@@ -1,4 +1,4 @@
-"""The lines that a run writes to stderr; launch/test_terminal.py has those with a directory."""
+"""The lines that a run writes to stderr when it starts, resumes, stops and finishes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def lines(workers, *flags, **variables):
     return done.stderr.splitlines()
 
 
+@pytest.mark.long  # tests/launch/test_terminal.py has these lines on a terminal
+def test_a_run_says_where_it_stands_on_stderr(tmp_path):
+    folder = tmp_path / "one"
+    where = f"{folder} (watch: samestep watch {folder})"
+    assert lines(2, "--dir", str(folder), "--stop-after", "3") == [
+        f"samestep: 2 workers, 2 lanes, {where}",
+        "samestep: stopped at step 3, snapshot saved; run the same command to resume",
+    ]
+    assert lines(1, "--dir", str(folder)) == [
+        f"samestep: resumed at step 3, 1 worker (was 2), 2 lanes, {where}",
+        "samestep: finished after 4 steps",
+    ]
+    assert lines(1, "--dir", str(folder))[1:] == [
+        f"samestep: nothing left to do: the run in {folder} already finished at step 4"
+    ]
+
+
 def test_a_run_without_a_directory_says_what_is_lost():
     assert lines(1, "--stop-after", "1") == [
         "samestep: 1 worker, 2 lanes; without a directory (--dir), nothing is saved",
@@ -49,7 +66,9 @@ def test_scripts_that_set_up_logging_get_log_records(caplog):
     assert [record.message for record in caplog.records][1:] == ["finished after 4 steps"]
 
 
-@pytest.mark.parametrize("level", ["", "INFO", "WARNING"])
+@pytest.mark.parametrize(
+    "level", ["", "INFO", "WARNING", pytest.param("ERROR", marks=pytest.mark.long)]
+)
 def test_a_script_or_library_that_only_logs_warnings_hides_nothing(level):
     """A level of the logger itself is a wish to see less."""
     name = {"": "samestep: ", "INFO": "INFO:samestep:"}.get(level)
