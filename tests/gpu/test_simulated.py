@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.gpu.test_same_bits import trained
+
 
 def mixed():
     one, two = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
@@ -211,3 +213,18 @@ def forks():
 
 def test_is_available_spoils_forks_without_initializing(gpus):
     assert gpus.call(forks) == (False, False, True, False)
+
+
+def replaced_kernels():
+    from tests.gpu.simulated import device
+
+    return device.REPLACED_KERNELS
+
+
+def test_devices_take_the_place_of_those_of_a_cuda_build(gpus, gpus_of_cuda_build):
+    """`make test-cuda-build` runs all these tests with the real one."""
+    assert gpus_of_cuda_build.call(replaced_kernels) > 1000
+    for part in (mixed, waits, running_statistics):
+        assert gpus_of_cuda_build.call(part) == gpus.call(part)
+    assert gpus_of_cuda_build.call(trained, {}) == gpus.call(trained, {})
+    assert gpus_of_cuda_build.workers(2, trained, {}) == gpus.workers(2, trained, {})

@@ -1,4 +1,8 @@
-// Four simulated "cuda" devices for a CPU build of torch.
+// Four simulated "cuda" devices for any build of torch.
+//
+// In a CUDA build, they take the place of torch's own. torch asks for the hooks once, while it is
+// imported, so this library is loaded before: its hooks have a higher priority. `sim_install` is
+// called after the import, and replaces what torch has registered by then.
 //
 // A device's memory is host memory, and its operations run at once with the CPU's kernels. What the
 // host may see of them is as late as CUDA permits: a copy without waiting lands when its target is
@@ -314,7 +318,8 @@ struct SimulatedHooks final : at::CUDAHooksInterface {
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", SimulatedHooks)
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED,
+                                       SimulatedHooks)
 
 namespace {
 
@@ -518,9 +523,43 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-}  // namespace
+// What an operation does on a device type for which it has no kernel of its own.
+void composite(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::VE), stack);
+}
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+bool is_composite(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+// Replace torch's own kernels for CUDA, which a CUDA build has, by what its CPU build does.
+int replace_kernels() {
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;  // each kernel that is replaced is a warning
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto names = dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA);
+  auto* handles = new std::vector<c10::RegistrationHandleRAII>;
+  for (const auto& name : names) {
+    auto op = dispatcher.findSchema(name);
+    auto kernel = op && is_composite(*op)
+                      ? c10::KernelFunction::makeFromBoxedFunction<&composite>()
+                      : c10::KernelFunction::makeFromBoxedFunction<&fallback>();
+    handles->push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel),
+                                               std::nullopt, nullptr, "simulated device"));
+  }
+  return static_cast<int>(names.size());
+}
+
+void register_kernels() {
+  auto* all = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__,
+                                 __LINE__);
+  all->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  auto& m = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__,
+                                __LINE__);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
@@ -538,14 +577,20 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("resize_", resize_);
   m.impl("record_stream", record_stream);
 }
-TORCH_LIBRARY_IMPL(_, CUDA, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-REGISTER_ALLOCATOR(DeviceType::CUDA, &device_allocator)
+
+}  // namespace
 
 // The interface of device.py.
 extern "C" {
+
+// Returns the number of kernels of torch's own that were replaced.
+int sim_install() {
+  int replaced = replace_kernels();
+  register_kernels();
+  c10::impl::registerDeviceGuard(DeviceType::CUDA, new Guard);
+  c10::SetAllocator(DeviceType::CUDA, &device_allocator);
+  return replaced;
+}
 
 void sim_set_visible(int devices) { visible = devices; }
 

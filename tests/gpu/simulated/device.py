@@ -12,12 +12,16 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-LIBRARY = ctypes.CDLL(os.environ["SIMULATED_GPU_LIBRARY"])  # before torch
+from tests.gpu.simulated import CUDA_BUILD, LIBRARY_FILE, VISIBLE
+
+LIBRARY = ctypes.CDLL(os.environ[LIBRARY_FILE])  # before torch
+if os.environ.get(CUDA_BUILD):
+    ctypes.CDLL(os.environ[CUDA_BUILD])
 
 import torch  # noqa: E402
 from torch import cuda  # noqa: E402
 
-from tests.gpu.simulated import VISIBLE  # noqa: E402
+REPLACED_KERNELS = LIBRARY.sim_install()  # after torch
 
 MAX_DEVICES = 4
 CUDA_TYPE = 1  # c10::DeviceType::CUDA
@@ -287,6 +291,7 @@ def install() -> None:
         "is_current_stream_capturing": lambda: False,
     }
     torch.backends.cuda.is_built = lambda: True
+    torch.backends.cudnn.version = lambda: None  # as in the CPU build
     for name, value in simulated.items():
         setattr(cuda, name, value)
     devices = [torch.device("cuda", index) for index in range(MAX_DEVICES)]

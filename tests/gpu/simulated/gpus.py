@@ -16,27 +16,29 @@ from typing import Any
 
 import torch
 
+from tests.gpu.simulated import CUDA_BUILD, LIBRARY_FILE
 from tests.needs import needs
 from tests.workers import Outcome, run_workers, try_workers
 
 SOURCE = Path(__file__).with_name("device.cpp")
+CUDA_BUILD_SOURCE = Path(__file__).with_name("cuda_build.cpp")
 TORCH = Path(torch.__file__).parent
 HEADER = TORCH / "include" / "ATen" / "native" / "CPUFallback.h"
 
 
-def build(cache: Path) -> Path:
+def build(cache: Path, source: Path = SOURCE) -> Path:
     """Return the compiled library; it is compiled once for each content, flags and torch."""
     needs("g++")
     needs("torch's C++ headers", found=HEADER.exists())
     include = TORCH / "include"
     command = [
-        *("g++", "-O0", "-std=c++20", "-shared", "-fPIC", str(SOURCE)),
+        *("g++", "-O0", "-std=c++20", "-shared", "-fPIC", str(source)),
         *(f"-I{folder}" for folder in (include, include / "torch" / "csrc" / "api" / "include")),
         *(f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
-    content = [SOURCE.read_text(), torch.__version__, *command]
+    content = [source.read_text(), torch.__version__, *command]
     key = hashlib.sha256("\0".join(content).encode()).hexdigest()[:16]
-    library = cache / f"device-{key}.so"
+    library = cache / f"{source.stem}-{key}.so"
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest-xdist may compile it
         if not library.exists():
@@ -45,18 +47,21 @@ def build(cache: Path) -> Path:
                 [*command, "-o", str(new)], capture_output=True, text=True, check=False
             )
             if done.returncode:
-                raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+                raise RuntimeError(f"{source.name} does not compile:\n{done.stderr[-4000:]}")
             new.rename(library)
     return library
 
 
 class SimulatedGpus:
-    """Runs functions of test modules, by reference, in new processes with simulated devices."""
+    """Runs functions of test modules, by reference, in new processes with simulated devices.
 
-    def __init__(self, library: Path) -> None:
+    With `cuda_build`, the library from `CUDA_BUILD_SOURCE`, torch has CUDA kernels before.
+    """
+
+    def __init__(self, library: Path, cuda_build: Path | None = None) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "tests.gpu.simulated.server", str(theirs.fileno())]
-        environment = {**os.environ, "SIMULATED_GPU_LIBRARY": str(library)}
+        environment = {**os.environ, LIBRARY_FILE: str(library), CUDA_BUILD: str(cuda_build or "")}
         environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # as in `_default_gpu_check`
         self._process = subprocess.Popen(
             command,
@@ -86,7 +91,9 @@ class SimulatedGpus:
 
     def _request(self, body: Any, args: Any, options: Any) -> Any:
         environment = {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}
-        self._connection.send_bytes(pickle.dumps((body, args, options, environment)))
+        modules = [value.__module__ for value in (body, *args) if callable(value)]
+        request = pickle.dumps((body, args, options, environment))
+        self._connection.send_bytes(pickle.dumps((modules, request)))
         answer = self._connection.recv_bytes()
         self.printed = self._connection.recv_bytes().decode(errors="replace")
         if not answer:

@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import traceback
+from importlib import import_module
 from multiprocessing.connection import Connection
 from tempfile import TemporaryFile
 
@@ -25,15 +26,17 @@ def serve(connection: Connection) -> None:
     """Answer requests until the other end is closed."""
     device.install()
     nccl.install()
-    import samestep.launch.supervisor  # once here, not in every fork
+    import samestep.launch.supervisor  # after the devices are there
     import samestep.run  # noqa: F401
 
     torch.set_num_threads(1)
     while True:
         try:
-            request = connection.recv_bytes()
+            modules, request = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        for name in modules:  # once here, not in every fork
+            import_module(name)
         with TemporaryFile() as answer, TemporaryFile() as printed:
             if (pid := os.fork()) == 0:
                 try:
