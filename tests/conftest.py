@@ -17,6 +17,7 @@ from contextlib import suppress
 import hypothesis
 import pytest
 
+from tests import python
 from tests.leaks import adopt_orphans, nothing_left
 
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -58,6 +59,15 @@ def _default_signals() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave imported modules out of garbage collections, which would copy them in each fork."""
+    """Leave imported modules out of garbage collections, which would copy them in each fork.
+
+    Programs of tests are forked from this process as it is now, before any test.
+    """
     gc.collect()
     gc.freeze()
+    python.start_server()
+
+
+def pytest_unconfigure() -> None:
+    """Stop the process that programs are forked from."""
+    python.stop_server()

@@ -6,11 +6,12 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
+
+from tests.python import start_python
 
 ROWS, COLUMNS = 30, 100
 
@@ -27,8 +28,8 @@ def run_samestep(
         "TERM": "xterm",
         "NO_COLOR": "" if colors else "1",
     }
-    with subprocess.Popen(
-        [sys.executable, "-m", "samestep", *words],
+    with start_python(
+        *("-m", "samestep", *words),
         stdout=output,
         stderr=output,
         cwd=folder,

@@ -19,11 +19,12 @@ from samestep.record.events import samestep_version
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 HELP_WITHOUT_TORCH = """
 import sys
-from samestep.cli import main
-try:
-    main({arguments})
-finally:
-    assert "torch" not in sys.modules
+from contextlib import suppress
+from samestep.cli import COMMANDS, main
+for arguments in (["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)):
+    with suppress(SystemExit):
+        main(arguments)
+    assert "torch" not in sys.modules, arguments
 """
 
 
@@ -43,16 +44,11 @@ def runs(monkeypatch):
     return collected
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)],
-)
-def test_help_does_not_load_torch(arguments):
-    program = HELP_WITHOUT_TORCH.format(arguments=arguments)
+def test_help_does_not_load_torch():
     shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", HELP_WITHOUT_TORCH], capture_output=True, text=True, check=True
     )
-    assert "samestep" in shown.stdout
+    assert shown.stdout.count("usage: samestep") == 1 + len(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -186,8 +182,8 @@ def test_an_exit_status_needs_no_streams():
     ("seed", "tunables"),
     [
         (None, None),
-        (None, ""),
-        (None, "glibc.malloc.tcache_count=3"),
+        pytest.param(None, "", marks=pytest.mark.long),
+        pytest.param(None, "glibc.malloc.tcache_count=3", marks=pytest.mark.long),
         ("7", "glibc.malloc.tcache_count=3"),
     ],
 )

@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
 }
+LAUNCHING: Final = ("run", "verify", "scale")  # commands that fork workers
 EXIT_FAILURE: Final = 1
 EXIT_WRONG_USE: Final = 2  # like argparse
 EXIT_INTERRUPTED: Final = 130  # like a shell after SIGINT
@@ -89,7 +90,7 @@ def main_and_exit() -> NoReturn:
 
 
 def _set_environment() -> None:
-    """Start `samestep run` again with variables that are read only when Python starts.
+    """Start a command that forks workers again, with variables that Python reads when it starts.
 
     With PYTHONHASHSEED=0, strings have the same hashes, and sets the same order, in the workers of
     all hosts and after a resume. With only two entries per size in malloc's cache of small blocks
@@ -98,7 +99,8 @@ def _set_environment() -> None:
     """
     given = sys.argv[1:]
     is_this_process = sys.orig_argv[len(sys.orig_argv) - len(given) :] == given
-    if given[:1] == ["run"] and is_this_process and "PYTHONHASHSEED" not in os.environ:
+    is_launcher = given[:1] and given[0] in LAUNCHING and is_this_process
+    if is_launcher and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=2")
         with suppress(OSError):

@@ -6,7 +6,7 @@ import doctest
 import io
 import os
 import re
-import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -18,6 +18,7 @@ from tests.docs import given
 from tests.docs.blocks import NOT_RUN, ROOT, Block, blocks_of
 from tests.docs.commands import commands_of, here
 from tests.ports import free_port
+from tests.python import run_python
 from tests.watch.serving import serving
 
 FILE, GIVEN = "file ", ", given"
@@ -121,14 +122,14 @@ def _run_commands(block: Block) -> str:
 
 
 def _run_command(block: Block, status: int, command: list[str]) -> str:
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    python = command.index(sys.executable)  # after env and variables
+    given = dict(word.split("=", 1) for word in command[1:python])
+    fixed = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    done = run_python(
+        *command[python + 1 :],
+        env=os.environ | fixed | given,
+        merges=True,
         timeout=TIMEOUT_SECONDS,
-        check=False,
     )
     assert done.returncode == status, (
         f"{block}: {command} exited with status {done.returncode}:\n{done.stdout}"

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from samestep import cli
 from samestep.errors import ConfigError, WorkerError
 from samestep.launch import local
 from samestep.launch.local import run_script
+from tests.python import run_python
 
 WRITE = """
 import json, os, pathlib, sys
@@ -138,8 +137,7 @@ def test_a_script_without_a_run_warns_that_workers_are_alone(folder):
     (folder / "joined.py").write_text("import samestep\nwith samestep.init(): pass")
     (folder / "alone.py").write_text("raise SystemExit(0)")
     for script, count in (("alone.py", 1), ("joined.py", 0)):
-        command = [sys.executable, "-m", "samestep", "run", "-n", "2", str(folder / script)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = run_python("-m", "samestep", "run", "-n", "2", folder / script, check=True)
         warning = "alone.py ended without calling samestep.init, so each of the 2 workers ran all"
         assert done.stderr.count(warning) == count
 

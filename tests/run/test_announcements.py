@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import samestep as ss
 from tests.jobs import classify, images
+from tests.python import run_python
 
 
 def train(**options):
@@ -25,11 +24,9 @@ def train(**options):
 
 
 def lines(workers, *flags, **variables):
-    command = [sys.executable, "-m", "samestep", "run", "-n", str(workers), *flags]
-    done = subprocess.run(
-        [*command, "-m", "tests.run.test_announcements"],
-        capture_output=True,
-        text=True,
+    command = ("-m", "samestep", "run", "-n", workers, *flags)
+    done = run_python(
+        *(*command, "-m", "tests.run.test_announcements"),
         check=True,
         env={**os.environ, **variables},
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from samestep.record import open_record
 from samestep.record.cursor import Cursor
 from samestep.record.sinks import HOOK, begin_hook
 from tests.jobs import STEPS, events, image_job, train
+from tests.python import run_python
 
 SCRIPT = """
 import os, signal, sys
@@ -83,14 +82,8 @@ def web_server(*statuses: int) -> Iterator[tuple[str, Hooks]]:
 def run_script(tmp_path, fault, *flags):
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "samestep", "run", "--dir", str(tmp_path / "run"), *flags]
-    return subprocess.run(
-        [*command, str(script), str(tmp_path / "run"), fault],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    command = ("-m", "samestep", "run", "--dir", tmp_path / "run", *flags)
+    return run_python(*command, script, tmp_path / "run", fault, cwd=tmp_path)
 
 
 def test_the_end_of_a_run_is_posted_and_the_url_stays_secret(tmp_path):

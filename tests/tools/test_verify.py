@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from samestep.cli import main
+from tests.python import start_python
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
@@ -124,8 +123,8 @@ def test_a_signal_ends_the_script_as_well(number, tmp_path):
     lines = ["import os, pathlib, sys, time"]
     lines += ["pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))", "time.sleep(1000)"]
     script.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "samestep", "verify", "--steps", "1", script, started]
-    with subprocess.Popen(command) as process:
+    command = ("-m", "samestep", "verify", "--steps", "1", script, started)
+    with start_python(*command) as process:
         while not (started.exists() and started.read_text()):
             assert process.poll() is None
             time.sleep(0.01)

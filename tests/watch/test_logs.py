@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from samestep.errors import RecordError
 from samestep.watch.view import LOG_BYTES, LOG_LINES
+from tests.python import run_python
 from tests.watch.serving import serving
 from tests.watch.writing import started, view_of
 
@@ -118,13 +117,8 @@ def test_the_logs_folder_may_not_be_a_link(tmp_path):
 def test_the_traceback_of_a_failed_worker_is_in_its_log(tmp_path):
     script, folder = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    command = ["run", "-n", "2", "--dir", str(folder), str(script)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "samestep", *command],
-        check=False,
-        capture_output=True,
-        timeout=SECONDS,
-    )
+    command = ("run", "-n", "2", "--dir", folder, script)
+    ended = run_python("-m", "samestep", *command, timeout=SECONDS)
     assert ended.returncode != 0
     with serving(folder) as server:
         log = server.json("/api/log", id=".", worker=1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import RecordError
+from samestep.host import no_garbage_collection
 from samestep.record import read_events
 
 if TYPE_CHECKING:  # some of the commands must start without torch
@@ -35,30 +38,44 @@ def started(
     directory: Path,
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[BaseProcess]:
     """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`.
 
-    An exception in the block ends the script, and so does a SIGTERM of this process.
+    It runs in a fork of this process, which imports torch only once for all runs. An exception in
+    the block ends the script, and so does a SIGTERM of this process.
     """
+    import torch
+
+    from samestep.launch.local import preload
+    from samestep.launch.worker import FORK
+
+    torch.set_num_threads(1)  # threads do not survive a fork
+    preload()
     options = ["-n", str(workers), "--dir", str(directory), *ISOLATED, *flags]
-    program = [sys.executable, "-m", "samestep", "run", *options, *command]
-    with (
-        _sigterm_as_exit(),
-        (directory / OUTPUT).open("ab") as file,
-        subprocess.Popen(
-            program,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-        ) as process,
-    ):
+    with _sigterm_as_exit(), (directory / OUTPUT).open("ab") as file:
+        arguments = (["run", *options, *command], file.fileno(), dict(environment or {}))
+        process = FORK.Process(target=_run_samestep, args=arguments, name="samestep run")
+        with no_garbage_collection():
+            process.start()
         try:
             yield process
         except BaseException:
             process.terminate()
-            process.wait()
             raise
+        finally:
+            process.join()
+
+
+def _run_samestep(arguments: Sequence[str], output: int, environment: Mapping[str, str]) -> None:
+    """Do in this process what `python -m samestep` does, with the output in an open file."""
+    from samestep.launch.output import print_to
+
+    atexit._clear()  # noqa: SLF001  exit functions belong to the process that was forked
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print_to([os.dup(output), os.dup(output)])
+    os.environ.update(environment)
+    sys.argv = ["samestep", *arguments]
+    runpy.run_module("samestep", run_name="__main__")
 
 
 @contextmanager

@@ -5,8 +5,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
 from samestep.record import read_events
+from tests.python import start_python
 from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
 from tests.watch.writing import histogram, loop, scalars, started, timing
@@ -314,7 +313,6 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
 def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
     run = place / "real"
     command = [
-        sys.executable,
         "-m",
         "samestep",
         "run",
@@ -327,7 +325,7 @@ def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
         "--hot-every",
         "1",
     ]
-    training = subprocess.Popen([*command, "-m", "tests.watch.browser.job"], cwd=ROOT)
+    training = start_python(*command, "-m", "tests.watch.browser.job", cwd=ROOT)
     try:
         page.wait_for_run("real")
         page.open("real")
