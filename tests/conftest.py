@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 
 from tests import python
+from tests.huge_pages import use_huge_pages
 from tests.leaks import adopt_orphans, nothing_left
 
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -59,13 +60,14 @@ def _default_signals() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave imported modules out of garbage collections, which would copy them in each fork.
+    """Make forks cheap, and fork the server of Python programs before any test changes something.
 
-    Programs of tests are forked from this process as it is now, before any test.
+    Garbage collections in a fork would copy all imported modules.
     """
     gc.collect()
     gc.freeze()
     python.start_server()
+    use_huge_pages()  # last: what a process shares with another one is divided again
 
 
 def pytest_unconfigure() -> None:

@@ -101,6 +101,7 @@ class PythonProcess:
             if self._text.count(b"\n") < 2 and not self._read(timeout):
                 raise subprocess.TimeoutExpired("python", timeout or 0.0)
             self.returncode = int(self._text.split(b"\n")[1])
+            self._pipe.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -119,7 +120,6 @@ class PythonProcess:
 
     def __exit__(self, *_: object) -> None:
         self.wait()
-        self._pipe.close()
 
 
 def start_python(

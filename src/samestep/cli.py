@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Final, NamedTuple, NoReturn
 
-from samestep.errors import ConfigError, SamestepError, WorkerError
+from samestep.errors import SamestepError
 from samestep.host import RED, colored
 
 
@@ -35,8 +35,6 @@ COMMANDS: Final = {
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
 }
 LAUNCHING: Final = ("run", "verify", "scale")  # commands that fork workers
-EXIT_FAILURE: Final = 1
-EXIT_WRONG_USE: Final = 2  # like argparse
 EXIT_INTERRUPTED: Final = 130  # like a shell after SIGINT
 EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed the output
 
@@ -68,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SamestepError as error:
         title = colored("error:", RED, sys.stderr)
         print(f"samestep: {title} {error}", file=sys.stderr)  # noqa: T201  stderr may be None
-        if isinstance(error, WorkerError):
-            return error.status
-        return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_FAILURE
+        return error.status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status

@@ -24,15 +24,19 @@ class SamestepError(Exception):
     """Base class of the exceptions of samestep.
 
     Attributes: `is_secondary` (bool): caused by the failure of another worker, which has the
-    details. `is_retryable` (bool): not caused by the program, so a restart may succeed.
+    details. `is_retryable` (bool): not caused by the program, so a restart may succeed. `status`
+    (int): the exit status of a command that ends with it.
     """
 
     is_secondary = False
     is_retryable = False
+    status = 1
 
 
 class ConfigError(SamestepError, ValueError):
     """An option is unknown, has an invalid value, or conflicts with another option."""
+
+    status = 2  # like argparse
 
 
 class LaunchError(SamestepError):

@@ -1,4 +1,8 @@
-"""The launcher's memory that outlives its workers: a run's progress, and slots for their state."""
+"""What a launcher hands to its workers.
+
+Memory that outlives them, with a run's progress and slots for their state, and the arguments of
+their script.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
-from samestep.host import anonymous_file, anonymous_memory
+from samestep.host import anonymous_file, anonymous_memory, set_size
 
 TERMINAL: Final = "SAMESTEP_INTERNAL_TERMINAL"  # "1" if the launcher's stderr is a terminal
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
@@ -30,6 +34,29 @@ _NCCL_AT: Final = _STEP.size + _UNDER_WAY.size
 _PATH_AT: Final = _NCCL_AT + _NCCL.size
 _NO_RUN: Final = -1
 _MAX_MODULES: Final = 1 << 20  # maximum size of the modules' names, in bytes
+
+
+class ScriptArguments(list[str]):
+    """The `sys.argv` of a script, which records in `are_read` whether it reads its arguments.
+
+    `late` is a sentence about those that are options of `samestep run`, "" if none is.
+    """
+
+    def __init__(self, words: Iterable[str], late: str = "") -> None:
+        super().__init__(words)
+        self.late, self.are_read = late, False
+
+    def __getitem__(self, key: Any) -> Any:
+        self.are_read |= key != 0  # the first one is the script
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.are_read = True
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self.are_read = True
+        return super().__len__()
 
 
 @dataclass(frozen=True)
@@ -181,6 +208,7 @@ def open_launcher_state(workers: int) -> Iterator[LauncherState]:
     files = [anonymous_file(name), anonymous_file(name), *locks, *opened]
     try:
         state = LauncherState.from_files(*files)
+        set_size(state.board, _BOARD_BYTES)
         state.leave_run()
         yield state
     finally:

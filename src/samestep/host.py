@@ -44,6 +44,20 @@ def anonymous_memory(name: str) -> int | None:
         return None
 
 
+def set_size(file: int, size: int) -> None:
+    """Give a file in memory its size. Raises `ConfigError` if the limit of `ulimit -f` is lower."""
+    try:
+        os.ftruncate(file, size)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        raise ConfigError(
+            f"files may have {limit} bytes (ulimit -f), and so may memory that workers share, of "
+            f"which samestep needs {size}; run ulimit -f unlimited before"
+        ) from error
+
+
 def anonymous_file(name: str) -> int:
     """Open anonymous memory or, if unavailable, a temporary file without a directory entry."""
     file = anonymous_memory(name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from samestep.comm.status import FORMING, WorkerStatus, mismatched_calls, no_response, process_state
-from samestep.host import anonymous_memory
+from samestep.host import anonymous_memory, set_size
 
 # of the largest message: a socket buffers several, so sending never blocks
 MESSAGE_BYTES = 16 * 1024
@@ -285,7 +285,7 @@ def create_boards(workers: int) -> int | None:
     """Return a file in memory for the boards of a host's workers, None if it is not possible."""
     file = anonymous_memory("samestep-status")
     if file is not None:
-        os.ftruncate(file, -(-workers // BOARD_WORKERS) * BOARD_BYTES)
+        set_size(file, -(-workers // BOARD_WORKERS) * BOARD_BYTES)
     return file
 
 

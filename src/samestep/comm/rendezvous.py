@@ -255,12 +255,12 @@ def _explained(rank: int) -> Iterator[None]:
     """Raise `WorldError` for a store that does not respond or has values of another program."""
     try:
         yield
+    except ConfigError:
+        raise
     except OSError as error:
         raise WorldError(
             f"worker {rank} could not reach other workers while {FORMING}: {error}"
         ) from error
-    except ConfigError:
-        raise
     except ValueError as error:
         raise _foreign_store(f"the store has invalid JSON: {error}") from None
 

@@ -21,7 +21,7 @@ from samestep.comm.base import Sizes, World
 from samestep.comm.mesh import MESSAGE_BYTES, Mesh
 from samestep.comm.rendezvous import BOOT_ID, NAMESPACES, Rendezvous
 from samestep.errors import WorldError
-from samestep.host import available_bytes
+from samestep.host import available_bytes, set_size
 
 Bytes = NDArray[np.uint8]
 Range = tuple[int, int]
@@ -42,7 +42,7 @@ def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[Tensor]
     with ExitStack() as exits:
         own = os.memfd_create("samestep")
         exits.callback(os.close, own)
-        os.ftruncate(own, max(1, nbytes))  # an empty file cannot be mapped
+        set_size(own, max(1, nbytes))  # an empty file cannot be mapped
         files = {mesh.rank: own, **mesh.exchange_files(own, what)}
         for rank, file in files.items():
             if rank != mesh.rank:

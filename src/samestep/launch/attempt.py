@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from samestep.errors import ConfigError, SamestepError
+from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
 
 Message = Mapping[str, Any]
 
@@ -56,8 +56,8 @@ class WorkerFailure:
     def of_error(cls, rank: int, error: BaseException) -> WorkerFailure:
         """Describe an exception that ended a worker.
 
-        The traceback starts in the user's code, and ends there for errors of samestep. An invalid
-        option has none.
+        The traceback starts in the user's code, and ends there for errors of samestep. There is
+        none for an invalid option, or if files of the run cannot be written or read.
         """
         at = time.monotonic()
         if isinstance(error, SystemExit):
@@ -72,10 +72,15 @@ class WorkerFailure:
         # one line; the traceback ends with the complete message
         complete = f"{type(error).__name__}: {error}".removesuffix(": ")
         summary, _, more = complete.partition("\n")
-        text = more if isinstance(error, ConfigError) else _formatted(error, trace)
+        of_files = isinstance(error, (RecordError, SnapshotError))
+        of_system = of_files and isinstance(error.__cause__, OSError)
+        is_clear = isinstance(error, ConfigError) or of_system
+        text = more if is_clear else _formatted(error, trace)
+        status = error.status if isinstance(error, SamestepError) else 1
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
-        return cls(rank, at, summary, text, is_secondary=secondary, is_retryable=retryable)
+        kinds = {"is_secondary": secondary, "is_retryable": retryable}
+        return cls(rank, at, summary, text, status, **kinds)
 
     @classmethod
     def of_exit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import logging
 import os
 import re
@@ -20,8 +21,8 @@ from typing import Any
 
 from samestep.cluster import STARTED_BY, find_process
 from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
-from samestep.errors import ConfigError, LaunchError
-from samestep.handoff import LauncherState, open_launcher_state
+from samestep.errors import ConfigError, LaunchError, WorkerError
+from samestep.handoff import LauncherState, ScriptArguments, open_launcher_state
 from samestep.host import (
     no_garbage_collection,
     open_standard_files,
@@ -85,7 +86,7 @@ def start(
     variables = _variables(options)
     config = merge({}, {**os.environ, **variables}, is_complete=False)
     if workers < 1:
-        raise LaunchError(f"workers must be at least 1, got {workers}")
+        raise ConfigError(f"workers must be at least 1, got {workers}")
     if spec is None:
         _refuse_separate_runs(os.environ)
     raise_file_limit()
@@ -97,6 +98,7 @@ def start(
 
             client = exits.enter_context(join_cluster(spec, workers, config))
         open_standard_files()
+        state = exits.enter_context(open_launcher_state(workers))
         with no_garbage_collection():
             if preloads:
                 preload()
@@ -113,7 +115,6 @@ def start(
                 "PYTORCH_NVML_BASED_CUDA_CHECK=1 for the latter, or device='cpu'"
             )
         folder = exits.enter_context(socket_folder())
-        state = exits.enter_context(open_launcher_state(workers))
         launcher = {STARTED_BY: "samestep", **NVML_CHECK}
         launcher.update(terminal_variables())
         environment = {**launcher, **folder, **state.environment, **variables}
@@ -186,7 +187,7 @@ def run_script(
 
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
-    sys.argv = [script, *arguments]
+    sys.argv = ScriptArguments([script, *arguments], getattr(arguments, "late", ""))
     try:
         names = _run(script, as_module=as_module)  # the worker frees them  # noqa: F841
     finally:
@@ -196,7 +197,8 @@ def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> N
 def _warn_if_alone(script: str) -> None:
     """Warn if several workers ran the script without a common run."""
     state, workers = LauncherState.from_environment(os.environ), os.environ["WORLD_SIZE"]
-    failed = not isinstance(sys.exc_info()[1], SystemExit | None)
+    error = sys.exc_info()[1]
+    failed = error is not None and not (isinstance(error, SystemExit) and error.code in {None, 0})
     if state and state.step is None and workers != "1" and os.environ["RANK"] == "0" and not failed:
         logging.getLogger("samestep").warning(
             "%s ended without calling samestep.init, so each of the %s workers ran all of it "
@@ -238,6 +240,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_node_arguments(parser)
     parser.add_argument("script", help="Python script to run, or a module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(parser=parser)
+
+
+def late_options(given: argparse.Namespace) -> str:
+    """Return a sentence about options of samestep that came after the script, "" if none did.
+
+    An option that was also given before the script is the script's own.
+    """
+    actions = given.parser._option_string_actions  # noqa: SLF001  argparse has no public way
+    words = list(itertools.takewhile(lambda word: word != "--", given.arguments))
+    late = []
+    for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag = "-n" if re.fullmatch("-n[0-9]+", word) else word.partition("=")[0]
+        action = actions.get(flag)
+        if action is not None and getattr(given, action.dest, None) in {None, action.default}:
+            has_value = flag == word and action.nargs != 0 and not value.startswith("-")
+            late.append(f"{word} {value}" if has_value and value else word)
+    if not late:
+        return ""
+    return (
+        f"{' '.join(late)} came after {given.script}, which gets all arguments after it; options "
+        f"of samestep come before: samestep run {' '.join(late)} {given.script}"
+    )
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -339,6 +364,14 @@ def main(arguments: argparse.Namespace) -> int:
     workers = worker_count(arguments.workers, gpus, options)
     if arguments.mode == "dp":
         workers, options["devices"] = 1, workers
-    spec, script = cluster_spec(arguments), (arguments.script, arguments.arguments)
-    run_script(*script, workers, options, as_module=arguments.module, spec=spec)
+    spec, late = cluster_spec(arguments), late_options(arguments)
+    words = ScriptArguments(arguments.arguments, late)
+    try:
+        run_script(
+            arguments.script, words, workers, options, as_module=arguments.module, spec=spec
+        )
+    except WorkerError as error:
+        if late and error.status == ConfigError.status:  # argparse has the same one
+            error.args = (f"{error}\n{late}",)
+        raise
     return 0

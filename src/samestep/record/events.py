@@ -17,8 +17,8 @@ from samestep.errors import RecordError
 
 FILE_NAME: Final = "events.jsonl"
 FORMAT: Final = 1  # of a record; it grows when older versions of samestep can no longer read it
+NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 _FREE_SPACE: Final = "Free some space and restart: the run resumes from its newest snapshot"
-_ADVICE: Final = {errno.ENOSPC: f". {_FREE_SPACE}", errno.EDQUOT: f". {_FREE_SPACE}"}
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
 # most lines do not match, and then need no decoding
@@ -35,6 +35,12 @@ def samestep_version() -> str:
         return version("samestep")
     except PackageNotFoundError:
         return "(not installed)"
+
+
+def cannot_begin(path: Path, error: OSError) -> RecordError:
+    """Return the error of a record at `path` that cannot be begun."""
+    advice = "free some space there" if error.errno in NO_SPACE else "choose a writable directory"
+    return RecordError(f"cannot write a record to {path}: {error.strerror}; {advice}")
 
 
 class EventFile:
@@ -55,9 +61,7 @@ class EventFile:
             size = os.fstat(self._descriptor).st_size
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError as error:
-            raise RecordError(
-                f"cannot write a record to {path}: {error.strerror}; choose a writable directory"
-            ) from error
+            raise cannot_begin(path, error) from error
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Write one event with a single system call, so that a crash can tear only the last line.
@@ -72,7 +76,7 @@ class EventFile:
             try:
                 written = os.write(self._descriptor, line)
             except OSError as error:
-                advice = _ADVICE.get(error.errno or 0, "")
+                advice = f". {_FREE_SPACE}" if error.errno in NO_SPACE else ""
                 raise RecordError(
                     f"{self._path} cannot be written: {error.strerror}{advice}"
                 ) from error

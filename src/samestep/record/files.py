@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.handoff import LauncherState
+from samestep.record.events import cannot_begin
 from samestep.storage import write_atomically
 
 NAME: Final = "run.lock"
@@ -58,17 +59,16 @@ class DirectoryLock:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RecordError(
-                f"cannot write a record to {directory}: {error.strerror}; choose a writable "
-                "directory"
-            ) from error
+            raise cannot_begin(directory, error) from error
         try:
             if state is None or not state.is_open(str(self._path)):
                 self._acquire()
                 if state is not None:
                     state.keep_open(self._file, str(self._path))
-        except BaseException:
+        except BaseException as error:
             os.close(self._file)
+            if isinstance(error, OSError):
+                raise cannot_begin(directory, error) from error
             raise
         self._thread = threading.Thread(target=self._beat, name="hold the directory", daemon=True)
         self._thread.start()

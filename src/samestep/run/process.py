@@ -26,7 +26,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.status import WorkerStatus, host_name
 from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
-from samestep.handoff import TERMINAL
+from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments
 from samestep.host import YELLOW, colored
 from samestep.record import Record
 from samestep.record.events import samestep_version
@@ -178,6 +178,17 @@ def announce(text: str, level: int = logging.INFO) -> None:
             title = colored(title, YELLOW, sys.stderr, is_terminal=reaches_terminal())
         sys.stderr.write(f"{title} {text}\n")
         sys.stderr.flush()
+
+
+def warn_of_late_options() -> None:
+    """Warn of options of `samestep run` that a script got instead, if it ignores its arguments.
+
+    A script that reads its arguments knows whether they are its own.
+    """
+    arguments, is_first = sys.argv, os.environ.get(ATTEMPT, "0") == "0"
+    if isinstance(arguments, ScriptArguments) and not arguments.are_read:
+        if arguments.late and is_first:
+            announce(arguments.late, logging.WARNING)
 
 
 class CommitQuery:

@@ -26,7 +26,7 @@ from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loader_options
 from samestep.run.mixins import Collectives, Recording
-from samestep.run.process import plain_settings, reaches_terminal
+from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
 from samestep.run.session import Session
 from samestep.step import Means
 from samestep.step.exchange import Across
@@ -64,7 +64,10 @@ def init(*, settings: Any = None, **options: Any) -> Run:
         ...     run.print("rank", run.rank, "of", run.world_size, "with", run.lanes, "lanes")
         rank 0 of 1 with 4 lanes
     """
-    return Run(merge(options), find_worker(os.environ), plain_settings(settings or {}))
+    config, process = merge(options), find_worker(os.environ)
+    if process.rank == 0:
+        warn_of_late_options()
+    return Run(config, process, plain_settings(settings or {}))
 
 
 class Run(Collectives, Recording):

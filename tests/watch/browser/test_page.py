@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
