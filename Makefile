@@ -1,17 +1,21 @@
-# A fresh machine needs Python, git and make; everything else goes into .venv.
+# A fresh machine needs Python, git and make; everything else goes into VENV.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 # pip would compile 19,000 modules, of which most are never imported; Python compiles the rest on import.
-PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := .ci/with-progress $(VENV) $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
+# `pip install .` in .venv replaces the editable installation: samestep is then an old copy, and the recipes are gone.
+$(if $(wildcard $(VENV)/lib/python*/site-packages/*samestep.pth),,$(shell rm -f $(VENV)/ready-*))
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long models integrations versions lint check docs bench bench-more clean
+.PHONY: help demo test test-long test-cuda-build models integrations versions lint check docs bench bench-more clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and verify that one worker does the same'
 	@echo 'make test        run all tests except the long ones'
 	@echo 'make test-long   run the long tests, which CI leaves out: about ten minutes on two cores'
+	@echo 'make test-cuda-build  run the tests of GPUs, on simulated ones, with the default build of PyTorch: 6 GB'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, libraries of data, and programs for Ray, Hydra and submitit: about twelve minutes on two cores'
 	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
@@ -21,29 +25,35 @@ help:
 	@echo 'make bench-more  run the remaining benchmarks (start, recovery, snapshots, scaling): about forty minutes'
 	@echo 'make clean       remove .venv and all caches'
 
-demo: .venv/ready-vit
+demo: $(VENV)/ready-vit
 	$(BIN)/python recipes/vit/demo.py
 
-test: .venv/ready-dev
+test: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal
 
-test-long: .venv/ready-dev
+test-long: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal -m long
 
-models: .venv/ready-dev
+# The default build on Linux, which constraints of pip and local folders may replace by another one.
+test-cuda-build:
+	env -u PIP_CONSTRAINT -u PIP_EXTRA_INDEX_URL -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(MAKE) VENV=.venv-cuda-build .venv-cuda-build/ready-dev
+	.venv-cuda-build/bin/python -c 'import torch; assert torch.version.cuda, f"torch {torch.__version__} is no CUDA build"'
+	.venv-cuda-build/bin/pytest --numprocesses 4 --dist worksteal tests/gpu
+
+models: $(VENV)/ready-dev
 	@$(PIP) --requirement tests/models/requirements.txt
 	$(BIN)/python -m tests.models
 
-integrations: .venv/ready-dev
+integrations: $(VENV)/ready-dev
 	@$(PIP) --requirement tests/integrations/requirements.txt
 	@$(PIP) --no-deps --requirement tests/integrations/no-deps.txt
 	$(BIN)/pytest tests/integrations -m 'long or not long'
 
-versions: .venv/ready-dev
+versions: $(VENV)/ready-dev
 	@$(PIP) 'uv>=0.8'
 	$(BIN)/python -m tests.versions
 
-lint: .venv/ready-dev
+lint: $(VENV)/ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -53,24 +63,24 @@ lint: .venv/ready-dev
 check: lint
 	$(BIN)/pytest tests/house
 
-docs: .venv/ready-docs
+docs: $(VENV)/ready-docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
 	@echo 'open docs/_build/html/index.html'
 
-bench: .venv/ready-bench
+bench: $(VENV)/ready-bench
 	$(BIN)/python -m benchmarks.table --picture docs/benchmarks.svg
 
-bench-more: .venv/ready-bench
+bench-more: $(VENV)/ready-bench
 	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching shards; do $(BIN)/python -m benchmarks.$$part; done
 
 clean:
-	rm -rf .venv build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-cuda-build build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# .venv/ready-EXTRA: samestep is installed with that extra of pyproject.toml.
-.venv/ready-%: pyproject.toml constraints.txt
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@echo 'installing samestep[$*] into .venv: about a minute'
+# VENV/ready-EXTRA: samestep is installed with that extra of pyproject.toml.
+$(VENV)/ready-%: pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo 'installing samestep[$*] with PyTorch into $(VENV): 2 GB in a minute, or 6 GB in three with CUDA, the default on Linux'
 	@$(PIP) --upgrade pip  # one of 2023 takes twice as long
 	@$(PIP) --editable '.[$*]'
 	@touch $@

@@ -12,7 +12,7 @@ import pytest
 
 from samestep import cli
 from samestep.config import Config
-from samestep.errors import SnapshotError
+from samestep.errors import ConfigError, SnapshotError
 from samestep.launch import local as command
 from samestep.record.events import samestep_version
 
@@ -124,7 +124,7 @@ def test_wrong_use_is_an_error(arguments, message, capsys):
             "samestep: error: --lanes must be an integer or none, got 'many'",
         ),
         (["no-such-script.py"], 2, "samestep: error: script 'no-such-script.py' does not exist"),
-        (["-n", "0", cli.__file__], 1, "samestep: error: workers must be at least 1, got 0"),
+        (["-n", "0", cli.__file__], 2, "samestep: error: workers must be at least 1, got 0"),
     ],
 )
 def test_errors_are_one_line_with_a_status(arguments, status, message, capfd):
@@ -175,7 +175,7 @@ def test_an_exit_status_needs_no_streams():
         "from samestep.cli import main_and_exit; main_and_exit()"
     )
     arguments = [sys.executable, "-c", program, "snapshots", "/nowhere"]
-    assert subprocess.run(arguments, check=False).returncode == cli.EXIT_WRONG_USE
+    assert subprocess.run(arguments, check=False).returncode == ConfigError.status
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_an_old_torch_is_one_line_of_a_command(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     (line,) = done.stderr.splitlines()
     assert line.startswith("samestep: error: samestep needs PyTorch 2.")
-    assert done.returncode == cli.EXIT_WRONG_USE
+    assert done.returncode == ConfigError.status

@@ -57,7 +57,7 @@ def check(words: list[str]) -> None:
     merge({}, environment)
     if program == "samestep":
         _check_samestep(arguments)
-    elif program == "python":
+    elif program in {"python", "python3"}:
         _check_python(arguments)
     elif program == "torchrun":
         given = _parsed(get_args_parser(), arguments)

@@ -237,7 +237,7 @@ def test_a_process_of_a_launcher_that_is_alone_launches(monkeypatch, launcher):
 
 @pytest.mark.parametrize("workers", [0, -1])
 def test_at_least_one_worker_is_required(workers):
-    with pytest.raises(LaunchError, match=f"workers must be at least 1, got {workers}"):
+    with pytest.raises(ConfigError, match=f"workers must be at least 1, got {workers}"):
         launch(rank, workers=workers)
 
 

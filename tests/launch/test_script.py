@@ -10,6 +10,7 @@ from samestep import cli
 from samestep.errors import ConfigError, WorkerError
 from samestep.launch import local
 from samestep.launch.local import run_script
+from tests.faults import full_disk
 from tests.python import run_python
 
 WRITE = """
@@ -133,13 +134,109 @@ def test_a_missing_module_is_the_workers_error():
         run_script("nowhere.to.be.found", [], 1, {}, as_module=True)
 
 
-def test_a_script_without_a_run_warns_that_workers_are_alone(folder):
+def samestep_run(*words, **options):
+    """Run a command; return its status and the lines of its stderr."""
+    done = run_python("-m", "samestep", "run", *words, **options)
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("end", "is_told"), [("0", True), ("None", True), ("3", False), ("'batch_sise: unknown'", False)]
+)
+def test_a_script_that_succeeds_without_a_run_warns_that_workers_are_alone(end, is_told, folder):
+    (folder / "alone.py").write_text(f"raise SystemExit({end})")
+    _, lines = samestep_run("-n", "2", folder / "alone.py")
+    warning = "alone.py ended without calling samestep.init, so each of the 2 workers ran all"
+    assert any(warning in line for line in lines) is is_told
+
+
+def test_a_script_that_joins_a_run_gets_no_warning(folder):
     (folder / "joined.py").write_text("import samestep\nwith samestep.init(): pass")
-    (folder / "alone.py").write_text("raise SystemExit(0)")
-    for script, count in (("alone.py", 1), ("joined.py", 0)):
-        done = run_python("-m", "samestep", "run", "-n", "2", folder / script, check=True)
-        warning = "alone.py ended without calling samestep.init, so each of the 2 workers ran all"
-        assert done.stderr.count(warning) == count
+    status, lines = samestep_run("-n", "2", folder / "joined.py")
+    assert status == 0
+    assert not any("without calling samestep.init" in line for line in lines)
+
+
+JOINS = "import samestep, sys\n{}\nwith samestep.init(lanes=2): pass"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "late"),
+    [
+        ([], ["-n", "2"], "-n 2"),
+        ([], ["-n2"], "-n2"),
+        ([], ["--lanes=4", "data", "--keep-last", "3"], "--lanes=4 --keep-last 3"),
+        (["-n", "2"], ["-n", "3"], ""),
+        ([], ["x", "--", "-n", "2"], ""),
+        ([], ["--epochs", "3", "-x"], ""),
+    ],
+)
+def test_options_that_came_too_late_are_named(before, after, late, folder):
+    script = folder / "train.py"
+    script.write_text(JOINS.format(""))
+    status, lines = samestep_run(*before, script, *after)
+    assert status == 0
+    expected = f"{late} came after {script}, which gets all arguments after it; options of samestep"
+    assert any(expected in line for line in lines) is bool(late)
+
+
+@pytest.mark.parametrize(
+    "read", ["words = sys.argv[1:]", "len(sys.argv)", "[*sys.argv]", "__import__('argparse')"]
+)
+def test_a_script_that_reads_its_arguments_knows_them(read, folder):
+    script = folder / "train.py"
+    script.write_text(JOINS.format(read))
+    _, lines = samestep_run(script, "-n", "2")
+    assert any("came after" in line for line in lines) is (read == "__import__('argparse')")
+
+
+def test_a_script_that_refuses_a_late_option_gets_advice():
+    recipe = "recipes/vit/train.py"
+    status, lines = samestep_run(recipe, "epochs=1", "--keep-last", "3")
+    assert status == 2
+    assert lines[-3].endswith("error: unrecognized arguments: --keep-last 3")
+    assert lines[-1].endswith(f"come before: samestep run --keep-last 3 {recipe}")
+
+
+def test_an_option_that_the_run_refuses_is_wrong_use(folder):
+    (folder / "train.py").write_text(JOINS.format(""))
+    status, (line,) = samestep_run("-n", "3", folder / "train.py")
+    assert status == ConfigError.status
+    assert "ConfigError: lanes must be at least the number of workers (3), got 2" in line
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_directory_that_cannot_be_written_is_one_line(workers, folder):
+    (folder / "train.py").write_text(JOINS.format(""))
+    with full_disk(1) as disk:
+        (disk / "run").mkdir()
+        (disk / "large").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize))
+        for place, reason in (
+            ("/proc/run", "No such file or directory; choose a writable directory"),
+            (disk / "run", "No space left on device; free some space there"),
+        ):
+            command = ("-n", workers, "--dir", place, folder / "train.py")
+            status, (line,) = samestep_run(*command)
+            assert status == 1
+            assert line.endswith(f"RecordError: cannot write a record to {place}: {reason}")
+
+
+LIMITED = """
+import resource, runpy, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+runpy.run_module("samestep", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("limit", [1 << 10, 1 << 16, 1 << 21])
+def test_a_limit_of_files_is_named_with_what_is_needed(limit, folder):
+    (folder / "train.py").write_text(JOINS.format(""))
+    (folder / "limited.py").write_text(LIMITED)
+    done = run_python(folder / "limited.py", limit, "run", "-n", "2", folder / "train.py")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == ConfigError.status
+    assert f"files may have {limit} bytes (ulimit -f)" in line
 
 
 @pytest.fixture
