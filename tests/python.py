@@ -1,8 +1,8 @@
 """Python programs in forks of a process that has imported torch: `python SCRIPT`, `python -m …`.
 
-A program takes milliseconds to start, where `subprocess` takes the seconds that importing torch
-takes. It has its own arguments, environment, folder, files and terminal. What it needs of Python's
-own start (hash seeds, flags such as -O, modules that must not be loaded) is tested with `subprocess`.
+A program starts in milliseconds; with `subprocess`, importing torch takes seconds. It has its own
+arguments, environment, folder, files and terminal. What a program needs of the start of Python
+(hash seeds, flags such as -O, modules that must not be loaded) is tested with `subprocess`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from _pytest.assertion.rewrite import AssertionRewritingHook
+from typing_extensions import Self
 
 from samestep.host import end_with_parent
 
@@ -45,7 +46,7 @@ _path: list[str] = []  # of a new Python, after the folder of its program
 
 def start_server() -> None:
     """Fork the server from this process; it ends with it."""
-    global _connection  # noqa: PLW0603
+    global _connection
     program = "import json, sys; print(json.dumps(sys.path[1:]))"
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     _path[:] = json.loads(subprocess.check_output([sys.executable, "-c", program], env=others))
@@ -115,7 +116,7 @@ class PythonProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def __enter__(self) -> PythonProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -245,7 +246,7 @@ def _run(request: Mapping[str, Any], files: list[int]) -> int:
         status = 0
     except SystemExit as error:
         if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            sys.stderr.write(f"{error.code}\n")
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001  as Python itself does
         sys.excepthook(type(error), error, error.__traceback__)

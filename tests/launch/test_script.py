@@ -141,7 +141,8 @@ def samestep_run(*words, **options):
 
 
 @pytest.mark.parametrize(
-    ("end", "is_told"), [("0", True), ("None", True), ("3", False), ("'batch_sise: unknown'", False)]
+    ("end", "is_told"),
+    [("0", True), ("None", True), ("3", False), ("'batch_sise: unknown'", False)],
 )
 def test_a_script_that_succeeds_without_a_run_warns_that_workers_are_alone(end, is_told, folder):
     (folder / "alone.py").write_text(f"raise SystemExit({end})")

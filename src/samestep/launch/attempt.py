@@ -79,8 +79,7 @@ class WorkerFailure:
         status = error.status if isinstance(error, SamestepError) else 1
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
-        kinds = {"is_secondary": secondary, "is_retryable": retryable}
-        return cls(rank, at, summary, text, status, **kinds)
+        return cls(rank, at, summary, text, status, is_secondary=secondary, is_retryable=retryable)
 
     @classmethod
     def of_exit(

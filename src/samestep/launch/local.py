@@ -367,9 +367,7 @@ def main(arguments: argparse.Namespace) -> int:
     spec, late = cluster_spec(arguments), late_options(arguments)
     words = ScriptArguments(arguments.arguments, late)
     try:
-        run_script(
-            arguments.script, words, workers, options, as_module=arguments.module, spec=spec
-        )
+        run_script(arguments.script, words, workers, options, as_module=arguments.module, spec=spec)
     except WorkerError as error:
         if late and error.status == ConfigError.status:  # argparse has the same one
             error.args = (f"{error}\n{late}",)

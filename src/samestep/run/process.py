@@ -185,10 +185,9 @@ def warn_of_late_options() -> None:
 
     A script that reads its arguments knows whether they are its own.
     """
-    arguments, is_first = sys.argv, os.environ.get(ATTEMPT, "0") == "0"
-    if isinstance(arguments, ScriptArguments) and not arguments.are_read:
-        if arguments.late and is_first:
-            announce(arguments.late, logging.WARNING)
+    words, is_first = sys.argv, os.environ.get(ATTEMPT, "0") == "0"
+    if is_first and isinstance(words, ScriptArguments) and words.late and not words.are_read:
+        announce(words.late, logging.WARNING)
 
 
 class CommitQuery:
