@@ -47,7 +47,7 @@ EVERY_STEP: Final[dict[str, list[tuple[Any, str]]]] = {
         (GradientSeal, "seal"),
     ],
     "workers": [(DivergenceCheck, "expire")],
-    "data": [(DataCheck, "note"), (DataCheck, "compare")],
+    "data": [(DataCheck, "note"), (DataCheck, "compare_notes")],
 }
 CALLS: Final = 20_000  # of one function, to measure what timing it costs
 SAMPLES: Final = 100  # to measure what the digest of one costs
@@ -81,13 +81,13 @@ class Timer:
 
     def clear(self) -> dict[str, float]:
         """Return the seconds of each function since the last call of this method."""
-        found = {
+        totals = {
             name: seconds - self._calls[name] * self._overhead
             for name, seconds in self._seconds.items()
         }
         self._seconds.clear()
         self._calls.clear()
-        return found
+        return totals
 
 
 def train(job: Job, steps: int, *, shards: bool) -> dict[str, float]:
@@ -113,11 +113,11 @@ def train(job: Job, steps: int, *, shards: bool) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
         seconds = (time.perf_counter() - started) / steps
-        found = {name: value / steps for name, value in timer.clear().items()}
-    found["gradients"] += _pass_seconds() * run.lanes / WORKERS
-    found["workers"] += first["comparison"] / EVERY
-    found["data"] += _digest_seconds(dataset) * job.batch_size / WORKERS / SHARE
-    checks = {name: 1e3 * found[name] for name in EVERY_STEP}
+        per_step = {name: value / steps for name, value in timer.clear().items()}
+    per_step["gradients"] += _pass_seconds() * run.lanes / WORKERS
+    per_step["workers"] += first["comparison"] / EVERY
+    per_step["data"] += _digest_seconds(dataset) * job.batch_size / WORKERS / SHARE
+    checks = {name: 1e3 * per_step[name] for name in EVERY_STEP}
     return {"step": 1e3 * seconds, **checks}
 
 
@@ -159,8 +159,8 @@ def main() -> None:
     parser.add_argument("--shards", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        found = train(JOBS[options.job], options.steps, shards=options.shards)
-        text = " ".join(f"{name}={value:.5f}" for name, value in found.items())
+        milliseconds = train(JOBS[options.job], options.steps, shards=options.shards)
+        text = " ".join(f"{name}={value:.5f}" for name, value in milliseconds.items())
         sys.stdout.write(f"{text}\n")
         return
     print("| job | optimizer | step | gradients | workers | data | share of a step |")

@@ -92,8 +92,8 @@ def order(rounds: int) -> None:
                     "  10^9 samples, DistributedSampler: not run, its list does not fit in memory"
                 )
                 continue
-            found = [apart(measure, samples) for _ in range(rounds)]
-            microseconds, megabytes = ([run[number] for run in found] for number in range(2))
+            runs = [apart(measure, samples) for _ in range(rounds)]
+            microseconds, megabytes = ([run[number] for run in runs] for number in range(2))
             print(
                 f"  10^{len(str(samples)) - 1} samples, {name:18}",
                 f"{spread(microseconds)} us per batch,",
@@ -161,10 +161,10 @@ def speed(rounds: int) -> None:
             pairs = []
             for number in range(rounds):
                 both = (with_samestep, with_dataloader)[:: 1 if number % 2 == 0 else -1]
-                found = {measure: measure(dataset, loader_workers) for measure in both}
-                pairs.append((found[with_samestep], found[with_dataloader]))
+                speeds = {measure: measure(dataset, loader_workers) for measure in both}
+                pairs.append((speeds[with_samestep], speeds[with_dataloader]))
             ours, theirs = ([pair[side] for pair in pairs] for side in range(2))
-            ratios = [mine / other for mine, other in pairs]
+            ratios = [our_speed / their_speed for our_speed, their_speed in pairs]
             print(f"  {name}, {loader_workers} loader processes")
             print(
                 f"    samestep {spread(ours)}, DataLoader {spread(theirs)} samples/s,",
@@ -222,8 +222,8 @@ def memory(objects: int, epochs: int) -> None:
         ("samestep, samestep.PackedList in a data set", samestep_of_packed),
         ("samestep, a list as the data set", samestep_of_plain_list),
     ):
-        found = apart(memory_of, batches, objects, epochs)
-        print(f"  {name:45} {' '.join(f'{megabytes:5.0f}' for megabytes in found)}", flush=True)
+        sizes = apart(memory_of, batches, objects, epochs)
+        print(f"  {name:45} {' '.join(f'{megabytes:5.0f}' for megabytes in sizes)}", flush=True)
 
 
 def memory_of(
@@ -238,15 +238,15 @@ def memory_of(
         for number in range(objects)
     ]
     epoch = -(-objects // RECORDS_A_BATCH)
-    found = []
+    sizes = []
     for number, _ in enumerate(batches(records, epochs), start=1):
         if number == 1 or number % epoch == 0:
-            found.append(
+            sizes.append(
                 private_megabytes(
                     child.pid for child in multiprocessing.active_children() if child.pid
                 )
             )
-    return found
+    return sizes
 
 
 def lengths_of(records: list[dict[str, Any]]) -> list[int]:

@@ -71,12 +71,12 @@ def with_samestep(task: Task) -> Figures:
     """Evaluate by `run.evaluate`."""
     with ss.init() as run:
         model = run.replicate(task.model)
-        found = timed(
+        speed_and_accuracy = timed(
             task,
             lambda: run.evaluate(score, model, task.dataset, BATCH_SIZE),
             lambda: run.barrier("timing a pass"),
         )
-        return run.reduce_dict(found)
+        return run.reduce_dict(speed_and_accuracy)
 
 
 def with_accelerate(task: Task) -> Figures:
@@ -154,14 +154,14 @@ def _with_sampler(
 
 def timed(task: Task, evaluate: Callable[[], Figures], barrier: Callable[[], None]) -> Figures:
     """Return the median speed of a few passes, and the accuracy."""
-    taken = []
+    durations = []
     for _ in range(1 + PASSES):
         barrier()
         started = time.perf_counter()
         scores = evaluate()
-        taken.append(time.perf_counter() - started)
+        durations.append(time.perf_counter() - started)
     return {
-        "samples_a_second": len(task.dataset) / statistics.median(taken[1:]),
+        "samples_a_second": len(task.dataset) / statistics.median(durations[1:]),
         "accuracy": scores["accuracy"],
     }
 
@@ -211,10 +211,10 @@ def main() -> None:
         return
     rows = {}
     for task in TASKS:
-        found = in_turn(
+        runs = in_turn(
             {TITLES[way]: partial(figures, command(way, task)) for way in WAYS}, arguments.rounds
         )
-        rows[TITLES[task]] = figure("samples_a_second", found)
+        rows[TITLES[task]] = figure("samples_a_second", runs)
     print(table("samples a second", rows, more_is_better=True))
 
 

@@ -44,19 +44,19 @@ def main() -> None:
     )
     print("|" + "---|" * 8)
     for job in options.jobs:
-        found: dict[str, list[Any]] = in_turn(
+        measurements: dict[str, list[Any]] = in_turn(
             {
                 "floor": lambda job=job: ss.launch(floor, job, workers=WORKERS),
                 "step": lambda job=job: step_seconds(job),
             },  # type: ignore[misc]
             options.rounds,
         )
-        floors = [computing + moving for computing, moving in found["floor"]]
-        ratios = [step / least for step, least in zip(found["step"], floors, strict=True)]
+        floors = [computing + moving for computing, moving in measurements["floor"]]
+        ratios = [step / least for step, least in zip(measurements["step"], floors, strict=True)]
         megabytes = (
             sum(parameter.nbytes for parameter in JOBS[job].build().model.parameters()) / 1e6
         )
-        columns = [*zip(*found["floor"], strict=True), floors, found["step"]]
+        columns = [*zip(*measurements["floor"], strict=True), floors, measurements["step"]]
         middles = " | ".join(f"{1000 * statistics.median(column):.1f}" for column in columns)
         print(
             f"| {JOBS[job].title} | {megabytes:.1f} | {TRAFFIC * megabytes:.0f} | {middles} "

@@ -125,7 +125,9 @@ def main() -> int:
     print(text)
     if options.into is not None:
         insert(text, options.into)
-    return int(any(proof.failed for proof in proofs) or any(some.failed for some in speeds))
+    return int(
+        any(proof.failed for proof in proofs) or any(comparison.failed for comparison in speeds)
+    )
 
 
 def _options() -> argparse.Namespace:

@@ -14,7 +14,7 @@ from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
 
 def main() -> None:
     """Train, and print the speed."""
-    job = Job.given()
+    job = Job.from_arguments()
     accelerator = Accelerator(
         mixed_precision="bf16" if job.precision == "bfloat16" else "no", cpu=job.device == "cpu"
     )

@@ -37,7 +37,7 @@ class Job:
     loader_workers: int
 
     @classmethod
-    def given(cls) -> Job:
+    def from_arguments(cls) -> Job:
         """Read the job from the process's arguments."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--model", choices=MODELS, default="tiny")

@@ -10,7 +10,7 @@ from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
 
 def main() -> None:
     """Train, and print the speed."""
-    job = Job.given()
+    job = Job.from_arguments()
     model = job.network().to(job.device)
     job.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -82,17 +82,17 @@ def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speed
         f"| {proof.title} | {'**failed**: ' if proof.failed else ''}{cell(proof.verdict)} |"
         for proof in proofs
     ]
-    for some in speeds:
-        rounds = max(map(len, some.rounds.values()))
+    for comparison in speeds:
+        rounds = max(map(len, comparison.rounds.values()))
         lines += [
             "",
-            f"{some.title}; median of {rounds} rounds (range), ratios of adjacent runs.",
+            f"{comparison.title}; median of {rounds} rounds (range), ratios of adjacent runs.",
             "",
         ]
         lines += [
-            f"| contender | images a second | of {some.floor} | GB at the most |",
+            f"| contender | images a second | of {comparison.floor} | GB at the most |",
             "|---|---|---|---|",
-            *some.rows(),
+            *comparison.rows(),
         ]
     return "\n".join([*lines, ""])
 

@@ -21,7 +21,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 def main() -> None:
     """Train, and print the speed."""
-    job = Job.given()
+    job = Job.from_arguments()
     with ss.init(device=job.device, precision=job.precision) as run:
         model = run.replicate(job.network())
         job.compile(model)

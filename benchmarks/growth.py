@@ -42,21 +42,23 @@ def steps(workers: int, parameters: int, peers: Sequence[str], rounds: int) -> R
 
 def grow_workers(rounds: int) -> None:
     """Print the time of a small network's step by the number of workers."""
-    found = {workers: steps(workers, FEW_PARAMETERS, ["DDP"], rounds) for workers in WORKERS}
-    taken = {f"{workers}": figure("step_milliseconds", runs) for workers, runs in found.items()}
-    over = {f"{workers}": beyond(runs, workers) for workers, runs in found.items()}
-    print(table("workers: ms per step", taken, no_peers=[PURE]), end="\n\n")
+    measurements = {workers: steps(workers, FEW_PARAMETERS, ["DDP"], rounds) for workers in WORKERS}
+    milliseconds = {
+        f"{workers}": figure("step_milliseconds", runs) for workers, runs in measurements.items()
+    }
+    over = {f"{workers}": beyond(runs, workers) for workers, runs in measurements.items()}
+    print(table("workers: ms per step", milliseconds, no_peers=[PURE]), end="\n\n")
     print(table("workers: ms beyond the pure step", over, no_peers=["DDP"]))
 
 
 def grow_parameters(rounds: int) -> None:
     """Print the time of a step and a worker's memory by the size of the network."""
-    found = {f"{size:,}": steps(2, size, list(PEERS), rounds) for size in PARAMETERS}
+    measurements = {f"{size:,}": steps(2, size, list(PEERS), rounds) for size in PARAMETERS}
     for title, name in (("ms a step", "step_milliseconds"), ("MB a worker", "memory_megabytes")):
         print(
             table(
                 f"parameters: {title}",
-                {size: figure(name, runs) for size, runs in found.items()},
+                {size: figure(name, runs) for size, runs in measurements.items()},
                 no_peers=[PURE],
             ),
             end="\n\n",
@@ -64,29 +66,29 @@ def grow_parameters(rounds: int) -> None:
     print(
         table(
             "parameters: ms beyond the pure step",
-            {size: beyond(runs, 2) for size, runs in found.items()},
+            {size: beyond(runs, 2) for size, runs in measurements.items()},
             no_peers=list(PEERS),
         )
     )
 
 
-def beyond(found: Runs, workers: int) -> Row:
+def beyond(runs: Runs, workers: int) -> Row:
     """Return the milliseconds of a step beyond the pure step.
 
     They are negative if dividing the update among workers saves more.
     """
     turns = max(1.0, workers / (os.cpu_count() or 1))
-    taken = figure("step_milliseconds", found)
-    pure = taken.pop(PURE)
+    milliseconds = figure("step_milliseconds", runs)
+    pure = milliseconds.pop(PURE)
     return {
         name: [step - turns * floor for step, floor in zip(values, pure, strict=True)]
-        for name, values in taken.items()
+        for name, values in milliseconds.items()
     }
 
 
 def grow_samples(rounds: int) -> None:
     """Print the cost of batches in random order by the size of the data set."""
-    found = {}
+    measurements = {}
     for size in SIZES:
         ways = {"samestep": "samestep", "DistributedSampler": "sampler"}
         if size > MOST_LISTED:
@@ -98,7 +100,7 @@ def grow_samples(rounds: int) -> None:
         commands = {
             name: [sys.executable, "-m", SAMPLES, way, str(size)] for name, way in ways.items()
         }
-        found[f"{size:,}"] = in_turn(
+        measurements[f"{size:,}"] = in_turn(
             {name: partial(figures, command) for name, command in commands.items()}, rounds
         )
     for title, name in (
@@ -107,7 +109,10 @@ def grow_samples(rounds: int) -> None:
         ("MB of the process", "memory_megabytes"),
     ):
         print(
-            table(f"samples: {title}", {size: figure(name, runs) for size, runs in found.items()}),
+            table(
+                f"samples: {title}",
+                {size: figure(name, runs) for size, runs in measurements.items()},
+            ),
             end="\n\n",
         )
 

@@ -83,10 +83,10 @@ def measure(batches: Callable[[], Iterable[list[int]]]) -> Figures:
         stamps.append(time.perf_counter())
         if not batch:
             raise SystemExit("expected samples in each batch, got an empty one")
-    taken = [end - start for start, end in itertools.pairwise(stamps)]
+    durations = [end - start for start, end in itertools.pairwise(stamps)]
     return {
-        "first_milliseconds": 1e3 * taken[0],
-        "batch_microseconds": 1e6 * statistics.median(taken[1:]),
+        "first_milliseconds": 1e3 * durations[0],
+        "batch_microseconds": 1e6 * statistics.median(durations[1:]),
         "memory_megabytes": memory(),
     }
 

@@ -164,9 +164,11 @@ class Watch:
 
     def figures(self) -> Figures:
         """Return the median time of a step after the warm-up, and the memory."""
-        taken = [end - start for start, end in itertools.pairwise(self._stamps[WARMUP_STEPS - 1 :])]
+        durations = [
+            end - start for start, end in itertools.pairwise(self._stamps[WARMUP_STEPS - 1 :])
+        ]
         return {
-            "step_milliseconds": 1000 * statistics.median(taken),
+            "step_milliseconds": 1000 * statistics.median(durations),
             "memory_megabytes": self._megabytes,
         }
 
@@ -174,8 +176,8 @@ class Watch:
 def freed_megabytes() -> float:
     """Return by how much this process's memory was larger at its peak."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    found = re.findall(r"^Vm(?:HWM|RSS):\s+(\d+) kB", status, re.MULTILINE)
-    peak, now = (int(kilobytes) / 1024 for kilobytes in found)
+    sizes = re.findall(r"^Vm(?:HWM|RSS):\s+(\d+) kB", status, re.MULTILINE)
+    peak, now = (int(kilobytes) / 1024 for kilobytes in sizes)
     return max(0.0, peak - now)
 
 

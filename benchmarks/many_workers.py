@@ -69,8 +69,8 @@ class Server:
     def figures(self) -> Figures:
         """Return the totals: requests, bytes, and seconds of processor time."""
         self._pipe.send("figures")
-        found: Figures = self._pipe.recv()
-        return found
+        figures: Figures = self._pipe.recv()
+        return figures
 
     def close(self) -> None:
         """End the process."""
@@ -118,10 +118,10 @@ def form(
     hello = {"as": "worker", "attempt": 0, "rank": rank, "process": f"{rank}"}
     process = ProcessInfo(rank, size, rank % per_host, per_host, *address, "samestep")
     _own.store = partial(TokenStore, address, SECRET, hello)
-    found = rendezvous.rendezvous(process, TIMEOUT_SECONDS, share=real)
+    meeting = rendezvous.rendezvous(process, TIMEOUT_SECONDS, share=real)
     if not real:
-        _connect_like_gloo(found)
-    return found
+        _connect_like_gloo(meeting)
+    return meeting
 
 
 _own = threading.local()
@@ -132,18 +132,18 @@ def _join_store(_: Mapping[str, str], timeout: timedelta) -> TokenStore:
     return joined
 
 
-def _connect_like_gloo(found: Rendezvous) -> None:
+def _connect_like_gloo(meeting: Rendezvous) -> None:
     """Make the requests of gloo's full mesh, as counted with processes."""
-    keys = [f"gloo/{rank}" for rank in range(found.size)]
+    keys = [f"gloo/{rank}" for rank in range(meeting.size)]
     reads_all = hasattr(store.StoreClient, "get_many")
-    size = GLOO_BYTES + (0 if reads_all else GLOO_PAIR_BYTES * found.size)
-    found.store.set(keys[found.rank], "x" * size)
+    size = GLOO_BYTES + (0 if reads_all else GLOO_PAIR_BYTES * meeting.size)
+    meeting.store.set(keys[meeting.rank], "x" * size)
     if reads_all:
-        found.store.multi_get(keys)
+        meeting.store.multi_get(keys)
         return
     for key in keys:
-        found.store.wait([key])
-        found.store.get(key)
+        meeting.store.wait([key])
+        meeting.store.get(key)
 
 
 def work(
@@ -156,8 +156,8 @@ def work(
     seconds: float,
 ) -> None:
     """Go through all phases as one worker, the last of which hangs."""
-    found = form(rank, *arguments, real=real)
-    world = Distributed(found, cuda=False) if real else None
+    meeting = form(rank, *arguments, real=real)
+    world = Distributed(meeting, cuda=False) if real else None
     for _ in range(2):  # the parent reads the server's counts between them
         barrier.wait()
     if world is not None:
@@ -165,9 +165,9 @@ def work(
     for _ in range(2):
         barrier.wait()
     time.sleep(seconds)
-    status = found.status
+    status = meeting.status
     barrier.wait()
-    if rank == found.size - 1:
+    if rank == meeting.size - 1:
         barrier.wait()
     else:
         with status.waiting("exchanging losses"):
@@ -242,11 +242,11 @@ def measure(
         barrier.wait()
         for member in team:
             member.join()
-    found = _received(results)
-    if f"waiting for worker {size - 1}:" not in found.get("report", ""):
-        raise AssertionError(f"expected a report on worker {size - 1}, got {found}")
+    received = _received(results)
+    if f"waiting for worker {size - 1}:" not in received.get("report", ""):
+        raise AssertionError(f"expected a report on worker {size - 1}, got {received}")
     if real:
-        phases["a step's messages"] = {"wall": found["step"]}
+        phases["a step's messages"] = {"wall": received["step"]}
     del phases["messages"]
     for name in phases["heartbeats"]:
         phases["heartbeats"][name] /= heartbeats_seconds
@@ -254,11 +254,11 @@ def measure(
 
 
 def _received(results: Any) -> dict[str, Any]:
-    found = {}
+    received = {}
     while not results.empty():
         name, value = results.get()
-        found[name] = value
-    return found
+        received[name] = value
+    return received
 
 
 def event_bytes(workers: int) -> int:
@@ -274,12 +274,12 @@ def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
     lines = ["| workers | phase | requests | MB | server's seconds | wall seconds |"]
     lines.append("|---|---|---|---|---|---|")
     for workers, phases in results.items():
-        for phase, found in phases.items():
+        for phase, figures in phases.items():
             cells = [
-                f"{found['requests']:,.0f}" if "requests" in found else "",
-                f"{found['bytes'] / 1e6:.3g}" if "bytes" in found else "",
-                f"{found['seconds']:.3g}" if "seconds" in found else "",
-                f"{found['wall']:.3g}" if phase != "heartbeats" else "",
+                f"{figures['requests']:,.0f}" if "requests" in figures else "",
+                f"{figures['bytes'] / 1e6:.3g}" if "bytes" in figures else "",
+                f"{figures['seconds']:.3g}" if "seconds" in figures else "",
+                f"{figures['wall']:.3g}" if phase != "heartbeats" else "",
             ]
             name = f"{phase}, each second" if phase == "heartbeats" else phase
             lines.append(f"| {workers} | {name} | {' | '.join(cells)} |")
@@ -288,8 +288,8 @@ def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
 
 def prepare() -> None:
     """Let many workers share this process and machine."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     threading.stack_size(1 << 18)
     os.environ.update({STORE: "0@unused", TOKEN: SECRET, "GLOO_SOCKET_IFNAME": "lo"})
     store.join_store = _join_store

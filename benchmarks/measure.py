@@ -13,10 +13,10 @@ LIMIT_SECONDS = 500  # for one run, which may hang
 
 def values_in(text: str) -> dict[str, list[float]]:
     """Return all values of `name=value` in a text, by name."""
-    found = defaultdict(list)
+    values = defaultdict(list)
     for name, value in re.findall(r"(\w+)=([\d.]+)", text):
-        found[name].append(float(value))
-    return found
+        values[name].append(float(value))
+    return values
 
 
 def printed(command: Sequence[str]) -> dict[str, list[float]]:
@@ -30,10 +30,10 @@ def printed(command: Sequence[str]) -> dict[str, list[float]]:
 def figures(command: Sequence[str]) -> dict[str, float]:
     """Return the same as means over workers. Raises `SystemExit` if the command prints nothing."""
     output, errors = _run(command)
-    found = {name: statistics.fmean(values) for name, values in values_in(output).items()}
-    if not found:
+    means = {name: statistics.fmean(values) for name, values in values_in(output).items()}
+    if not means:
         raise SystemExit(f"{' '.join(command)} failed:\n{errors}")
-    return found
+    return means
 
 
 def _run(command: Sequence[str]) -> tuple[str, str]:

@@ -30,10 +30,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="runs of each mode (default: 5)")
     rounds = parser.parse_args().rounds
-    found = in_turn({mode: partial(measure, mode) for mode in MODES}, rounds)
+    measurements = in_turn({mode: partial(measure, mode) for mode in MODES}, rounds)
     print(f"ViT-Ti/8, global batch 64, AdamW, 2 lanes, {rounds} rounds")
-    first = found[next(iter(MODES))]
-    for mode, runs in found.items():
+    first = measurements[next(iter(MODES))]
+    for mode, runs in measurements.items():
         for figure, unit in (("samples_a_second", "samples/s"), ("memory_megabytes", "MB")):
             ratios = [run[figure] / beside[figure] for run, beside in zip(runs, first, strict=True)]
             print(
@@ -45,8 +45,8 @@ def main() -> None:
 def measure(mode: str) -> dict[str, float]:
     """Run the job once; return its figures, with the memory of all workers."""
     workers, options = MODES[mode]
-    found = figures([sys.executable, "-m", "samestep", "run", *options, *JOB])
-    return {**found, "memory_megabytes": workers * found["memory_megabytes"]}
+    means = figures([sys.executable, "-m", "samestep", "run", *options, *JOB])
+    return {**means, "memory_megabytes": workers * means["memory_megabytes"]}
 
 
 if __name__ == "__main__":

@@ -96,9 +96,11 @@ def measure(names: Sequence[str], rate: str, workers: int, options: argparse.Nam
                     name: exits.enter_context(team(name, job, ranks, rate, PORT + number))
                     for number, name in enumerate(contenders)
                 }
-                for one in teams.values():
-                    one.warm_up()
-                speeds = in_turn({name: one.turn for name, one in teams.items()}, options.turns)
+                for started_team in teams.values():
+                    started_team.warm_up()
+                speeds = in_turn(
+                    {name: started_team.turn for name, started_team in teams.items()}, options.turns
+                )
             rows[f"{JOBS[job].title} ({JOBS[job].batch_size})"] = speeds
             print(f"{rate}, {workers} per host, {job}: {speeds}", file=sys.stderr, flush=True)
         if rows:
@@ -291,8 +293,8 @@ def hosts(rate: str, number: int = 2) -> Iterator[list[str]]:
 
 def remove_stale() -> None:
     """Remove the namespaces of earlier runs that were killed."""
-    found = re.findall(rf"^({PREFIX}-(\d+)-\d)", command("ip netns list"), re.MULTILINE)
-    for name, process in found:
+    namespaces = re.findall(rf"^({PREFIX}-(\d+)-\d)", command("ip netns list"), re.MULTILINE)
+    for name, process in namespaces:
         if not Path(f"/proc/{process}").exists():
             command(f"ip netns delete {name}")
 
@@ -309,10 +311,10 @@ def burst(rate: str) -> int:
 
 def bits_a_second(rate: str) -> int:
     """Return the number of a rate such as 1gbit."""
-    found = re.fullmatch(r"(\d+)(k|m|g|t)?bit", rate)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(k|m|g|t)?bit", rate)
+    if match is None:
         raise SystemExit(f"--rates: expected rates such as 100mbit or 10gbit, got {rate}")
-    return int(found[1]) * int(1000 ** " kmgt".index(found[2] or " "))
+    return int(match[1]) * int(1000 ** " kmgt".index(match[2] or " "))
 
 
 def command(text: str) -> str:

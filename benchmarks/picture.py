@@ -26,11 +26,11 @@ def draw(results: Results, path: Path) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.subplots()
     for place, name in enumerate(names):
-        speeds = [ratios(found, name) for found in results.values()]
-        heights = [median(some) for some in speeds]
+        speeds = [ratios(measurements, name) for measurements in results.values()]
+        heights = [median(job_speeds) for job_speeds in speeds]
         ranges = [
-            [height - min(some), max(some) - height]
-            for height, some in zip(heights, speeds, strict=True)
+            [height - min(job_speeds), max(job_speeds) - height]
+            for height, job_speeds in zip(heights, speeds, strict=True)
         ]
         middles = [job + (place - (len(names) - 1) / 2) * BAR_WIDTH for job in range(len(results))]
         ours = CONTENDERS[name].role == "ours"

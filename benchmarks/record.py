@@ -129,13 +129,16 @@ def main() -> None:
     for workers in options.workers:
         ways = [WAYS[0], *options.ways]
         runs = {way: partial(measure, way, options.steps, workers) for way in ways}
-        found = in_turn(runs, options.rounds)
+        measurements = in_turn(runs, options.rounds)
         print(
             f"{workers} workers: ms per step, and relative to a record in its directory; "
             f"{options.rounds} rounds"
         )
-        for way, milliseconds in found.items():
-            ratios = [mine / base for mine, base in zip(milliseconds, found[WAYS[0]], strict=True)]
+        for way, milliseconds in measurements.items():
+            ratios = [
+                duration / base
+                for duration, base in zip(milliseconds, measurements[WAYS[0]], strict=True)
+            ]
             print(
                 f"  {way:18} {spread(milliseconds)}  {statistics.median(ratios):5.3f} "
                 f"({min(ratios):.3f} to {max(ratios):.3f})",

@@ -133,8 +133,10 @@ def main() -> None:
     if arguments.way:
         WAYS[arguments.way](arguments.directory)
         return
-    found = in_turn({name: partial(recovery, way) for name, way in NAMES.items()}, arguments.rounds)
-    print(table("seconds", {"kill to next step, 2 workers": figure("seconds", found)}))
+    measurements = in_turn(
+        {name: partial(recovery, way) for name, way in NAMES.items()}, arguments.rounds
+    )
+    print(table("seconds", {"kill to next step, 2 workers": figure("seconds", measurements)}))
 
 
 if __name__ == "__main__":

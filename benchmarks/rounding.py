@@ -74,14 +74,16 @@ def main() -> None:
     for name in options.jobs:
         job = JOBS[name]
         epochs, lanes = options.epochs or job.epochs, options.lanes or job.lanes
-        found = {
+        runs_of_dtype = {
             title: [scores(name, dtype, seed, epochs, lanes) for seed in range(options.seeds)]
             for title, dtype in DTYPES.items()
         }
-        print(f"\n| {name}, {epochs} epochs, {lanes} lanes | {' | '.join(found)} |")
-        print(f"|{'---|' * (1 + len(found))}")
+        print(f"\n| {name}, {epochs} epochs, {lanes} lanes | {' | '.join(runs_of_dtype)} |")
+        print(f"|{'---|' * (1 + len(runs_of_dtype))}")
         for score, title in job.titles.items():
-            cells = [spread([run[score] for run in runs], 4).strip() for runs in found.values()]
+            cells = [
+                spread([run[score] for run in runs], 4).strip() for runs in runs_of_dtype.values()
+            ]
             print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
@@ -93,9 +95,9 @@ def scores(name: str, dtype: str | None, seed: int, epochs: int, lanes: int) -> 
             make_data.main([f"{folder}/tissue"])
             changes.append(f"data.path={folder}/tissue")
         arguments = [str(JOBS[name].settings), *changes, "--dir", f"{folder}/run"]
-        found = ss.launch(JOBS[name].train, arguments, workers=WORKERS, exchange_dtype=dtype)
-    print(f"{name}, seed {seed}, {dtype or 'float32'}: {found}", flush=True)
-    return dict(found)
+        final_scores = ss.launch(JOBS[name].train, arguments, workers=WORKERS, exchange_dtype=dtype)
+    print(f"{name}, seed {seed}, {dtype or 'float32'}: {final_scores}", flush=True)
+    return dict(final_scores)
 
 
 if __name__ == "__main__":

@@ -91,14 +91,14 @@ def speed(directory: Path, rounds: int, shards: int) -> None:
             with_samestep, kind="tar", max_bytes=small, window=0, steps=20
         ),
     }
-    readers = {name: one for name, one in readers.items() if name not in MISSING}
-    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in readers}
+    readers = {name: reader for name, reader in readers.items() if name not in MISSING}
+    measurements: dict[str, list[tuple[float, ...]]] = {name: [] for name in readers}
     for number in range(rounds):
         for name in list(readers)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(apart(measured, readers[name], warm, cold))
+            measurements[name].append(apart(measured, readers[name], warm, cold))
     print(f"{shards * SAMPLES} samples of {SAMPLE_BYTES} bytes in {shards} shards, {rounds} rounds")
-    first = found["samestep, tar"]
-    for name, runs in found.items():
+    first = measurements["samestep, tar"]
+    for name, runs in measurements.items():
         ratios = [run[0] / base[0] for run, base in zip(runs, first, strict=True)]
         read = [run[1] / SAMPLE_BYTES for run in runs]
         print(
@@ -145,7 +145,7 @@ def randomness(directory: Path, epochs: int) -> None:
         "mosaicml-streaming": with_streaming,
         "datasets": partial(with_datasets, buffer=WINDOW * samples),
     }
-    readers = {name: one for name, one in readers.items() if name not in MISSING}
+    readers = {name: reader for name, reader in readers.items() if name not in MISSING}
     print(f"{shards} shards of {samples} samples, {epochs} epochs")
     for name, reader in readers.items():
         chi_square, mixed = apart(order_of, reader, directory, shards * samples, samples, epochs)
@@ -164,10 +164,10 @@ def order_of(
     mixed = []
     batches = reader(directory, epochs=epochs)
     for _ in range(epochs):
-        found = list(islice(batches, total // BATCH_SIZE))
+        epoch_batches = list(islice(batches, total // BATCH_SIZE))
         # a stream may give a sample twice in one pass and not in the next
-        np.add.at(counts, (np.concatenate(found), np.arange(total) * BINS // total), 1)
-        mixed += [len({index // samples for index in batch}) for batch in found]
+        np.add.at(counts, (np.concatenate(epoch_batches), np.arange(total) * BINS // total), 1)
+        mixed += [len({index // samples for index in batch}) for batch in epoch_batches]
     expected = epochs / BINS
     return float(((counts - expected) ** 2 / expected).sum(1).mean() / (BINS - 1)), np.mean(mixed)
 

@@ -81,19 +81,19 @@ def train(
                 run.snapshot()
         if not run.is_main:
             return
-        taken = [event for event in read_events(directory) if event["event"] == "snapshot"]
+        events = [event for event in read_events(directory) if event["event"] == "snapshot"]
     beside, alone = [], []
-    for step, event in zip(snapshots, taken, strict=False):
-        whole = starts[step + 1] + event["seconds"]
+    for step, event in zip(snapshots, events, strict=False):
+        complete_at = starts[step + 1] + event["seconds"]
         for later in range(step + 1, step + STEPS_BETWEEN - 1):
-            (beside if starts[later] < whole else alone).append(
+            (beside if starts[later] < complete_at else alone).append(
                 1000 * (starts[later + 1] - starts[later])
             )
-    first, *others = [1000 * event["stall_seconds"] for event in taken]
+    first, *others = [1000 * event["stall_seconds"] for event in events]
     print_figures(
         first_ms=first,
         stall_ms=statistics.median(others),
-        save_s=statistics.median(event["stall_seconds"] + event["seconds"] for event in taken[1:]),
+        save_s=statistics.median(event["stall_seconds"] + event["seconds"] for event in events[1:]),
         step_ms=statistics.median(alone),
         step_beside_ms=statistics.median(beside),
     )

@@ -60,44 +60,48 @@ def command(kind: str, job: str, directory: Path, workers: int) -> list[str]:
 
 def measure(root: Path, workers: int, rounds: int) -> None:
     """Save and load in every way in turn, and print the times."""
-    found: dict[str, list[dict[str, float]]] = {}
+    measurements: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         order = 1 if number % 2 == 0 else -1
         for name, kind in list(SAVERS.items())[::order]:
             shutil.rmtree(root / kind, ignore_errors=True)
             (root / kind).mkdir()
-            found.setdefault(name, []).append(figures(command(kind, "save", root / kind, workers)))
+            measurements.setdefault(name, []).append(
+                figures(command(kind, "save", root / kind, workers))
+            )
         for warm in (True, False):
             for name, kind in list(LOADERS.items())[::order]:
                 directory = root / kind.removesuffix("_mmap")
                 cache(newest(directory), warm=warm)
                 key = f"{name} ({'warm' if warm else 'cold'})"
-                found.setdefault(key, []).append(figures(command(kind, "load", directory, 1)))
+                measurements.setdefault(key, []).append(
+                    figures(command(kind, "load", directory, 1))
+                )
     print(f"1.0 GB, {workers} workers, {rounds} rounds")
-    report(found, SAVERS, ("stall_ms", "first_ms", "save_s"))
-    ours = found["samestep"]
+    report(measurements, SAVERS, ("stall_ms", "first_ms", "save_s"))
+    ours = measurements["samestep"]
     print(
-        f"  step {spread([one['step_ms'] for one in ours])} ms, while a snapshot is written "
-        f"{spread([one['step_beside_ms'] for one in ours])} ms; "
-        f"stall / step {spread([one['stall_ms'] / one['step_ms'] for one in ours])}"
+        f"  step {spread([run['step_ms'] for run in ours])} ms, while a snapshot is written "
+        f"{spread([run['step_beside_ms'] for run in ours])} ms; "
+        f"stall / step {spread([run['stall_ms'] / run['step_ms'] for run in ours])}"
     )
     for state in ("warm", "cold"):
-        report(found, [f"{name} ({state})" for name in LOADERS], ("load_s", "restored_s"))
+        report(measurements, [f"{name} ({state})" for name in LOADERS], ("load_s", "restored_s"))
 
 
 def report(
-    found: Mapping[str, list[dict[str, float]]], names: Iterable[str], columns: Iterable[str]
+    measurements: Mapping[str, list[dict[str, float]]], names: Iterable[str], columns: Iterable[str]
 ) -> None:
     """Print figures of several jobs, each with its ratio to the first one."""
     first, *_ = names
     for column in columns:
         for name in names:
             ratios = [
-                one[column] / ours[column]
-                for one, ours in zip(found[name], found[first], strict=True)
+                run[column] / first_run[column]
+                for run, first_run in zip(measurements[name], measurements[first], strict=True)
             ]
             print(
-                f"  {column:10} {name:24} {spread([one[column] for one in found[name]])},",
+                f"  {column:10} {name:24} {spread([run[column] for run in measurements[name]])},",
                 f"ratio {spread(ratios)}",
                 flush=True,
             )
@@ -111,34 +115,34 @@ def measure_resume(root: Path, numbers: Iterable[int], rounds: int) -> None:
         (root / kind).mkdir()
         figures(command(kind, "save", root / kind, 1))
     for workers in numbers:
-        found: dict[str, list[dict[str, float]]] = {}
+        measurements: dict[str, list[dict[str, float]]] = {}
         for number in range(rounds):
             for name, kind in list(kinds.items())[:: 1 if number % 2 == 0 else -1]:
                 cache(newest(root / kind), warm=True)
-                one = figures(command(kind, "resume", root / kind, workers))
-                host = {key: workers * one[key] for key in ("loaded_mb", "in_place_mb")}
-                found.setdefault(name, []).append({**one, **host})
+                run = figures(command(kind, "resume", root / kind, workers))
+                host = {key: workers * run[key] for key in ("loaded_mb", "in_place_mb")}
+                measurements.setdefault(name, []).append({**run, **host})
         print(f"1.0 GB, resume on {workers} workers of a host, {rounds} rounds")
-        report(found, kinds, ("load_s", "in_place_s", "loaded_mb", "in_place_mb"))
+        report(measurements, kinds, ("load_s", "in_place_s", "loaded_mb", "in_place_mb"))
 
 
 def measure_vit(root: Path, rounds: int) -> None:
     """Print the stall of the ViT job as a share of its time."""
-    found = []
+    runs = []
     for _ in range(rounds):
         shutil.rmtree(root / "vit", ignore_errors=True)
-        found.append(figures(command("samestep", "vit", root / "vit", 2)))
+        runs.append(figures(command("samestep", "vit", root / "vit", 2)))
     print(f"ViT-Ti/8, global batch {JOBS['vit'].batch_size}, AdamW, 2 workers, {rounds} rounds")
     print(
-        f"  stall {spread([one['stall_ms'] for one in found])} ms, "
-        f"step {spread([one['step_ms'] for one in found])} ms"
+        f"  stall {spread([run['stall_ms'] for run in runs])} ms, "
+        f"step {spread([run['step_ms'] for run in runs])} ms"
     )
     print(
         "  share at every 100 steps "
-        f"{spread([one['stall_ms'] / one['step_ms'] for one in found])} %",
+        f"{spread([run['stall_ms'] / run['step_ms'] for run in runs])} %",
         end=", ",
     )
-    print(f"at every 10 minutes {spread([one['stall_ms'] / 6000 for one in found])} %")
+    print(f"at every 10 minutes {spread([run['stall_ms'] / 6000 for run in runs])} %")
 
 
 def main() -> None:

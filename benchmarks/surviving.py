@@ -52,18 +52,21 @@ def measure(workers: int, rounds: int) -> None:
     """Run the jobs in turn; print the cost of each."""
 
     def job(hot_every: str, check_every: str) -> float:
-        given = ["-n", str(workers), "--hot-every", hot_every, "--check-every", check_every]
+        flags = ["-n", str(workers), "--hot-every", hot_every, "--check-every", check_every]
         return figures(
-            [sys.executable, "-m", "samestep", "run", *given, "-m", "benchmarks.surviving", "--job"]
+            [sys.executable, "-m", "samestep", "run", *flags, "-m", "benchmarks.surviving", "--job"]
         )["step_ms"]
 
-    found = in_turn(
+    measurements = in_turn(
         {name: lambda options=options: job(*options) for name, options in JOBS.items()}, rounds
     )
     print(f"1.0 GB of state, {workers} workers, {rounds} rounds")
-    print(f"  one step {spread(found['neither'])} ms")
+    print(f"  one step {spread(measurements['neither'])} ms")
     for name in list(JOBS)[1:]:
-        more = [step - without for step, without in zip(found[name], found["neither"], strict=True)]
+        more = [
+            step - without
+            for step, without in zip(measurements[name], measurements["neither"], strict=True)
+        ]
         print(f"  {name:10} {spread(more)} ms more")
 
 

@@ -56,8 +56,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--contenders",
         nargs="+",
-        choices=[name for name, one in CONTENDERS.items() if one.role != "bound"],
-        default=[name for name, one in CONTENDERS.items() if one.role not in {"16-bit", "bound"}],
+        choices=[name for name, contender in CONTENDERS.items() if contender.role != "bound"],
+        default=[
+            name
+            for name, contender in CONTENDERS.items()
+            if contender.role not in {"16-bit", "bound"}
+        ],
         help="in addition to the plain loop (default: all that exchange at full precision)",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from benchmarks.measure import spread
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 Row = dict[str, list[float]]  # values of each contender, one per round
 
 
@@ -25,20 +25,22 @@ def torchrun(workers: int, *module: str, restarts: int = 0) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *how, "-m", *module]
 
 
-def in_turn(contenders: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:
+def in_turn(
+    contenders: Mapping[str, Callable[[], Measured]], rounds: int
+) -> dict[str, list[Measured]]:
     """Measure all contenders once per round, each round starting with another one."""
     names = list(contenders)
-    found: dict[str, list[Found]] = {name: [] for name in names}
+    measurements: dict[str, list[Measured]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            found[name].append(contenders[name]())
-    return found
+            measurements[name].append(contenders[name]())
+    return measurements
 
 
-def figure(name: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Row:
+def figure(name: str, measurements: Mapping[str, Sequence[Mapping[str, float]]]) -> Row:
     """Return one figure of every contender's runs."""
-    return {contender: [run[name] for run in runs] for contender, runs in found.items()}
+    return {contender: [run[name] for run in runs] for contender, runs in measurements.items()}
 
 
 def table(
@@ -56,18 +58,18 @@ def table(
     ours, *peers = [name for name in names if name not in no_peers]
     lines = [[title, *names], ["---"] * (len(names) + 1)]
     lines += [
-        [label, *(spread(found[name]).strip() if name in found else "" for name in names)]
-        for label, found in rows.items()
+        [label, *(spread(row[name]).strip() if name in row else "" for name in names)]
+        for label, row in rows.items()
     ]
     if peers:
         verdicts = [
             _verdict(
-                found,
+                row,
                 ours,
-                [name for name in peers if name in found],
+                [name for name in peers if name in row],
                 more_is_better=more_is_better,
             )
-            for found in rows.values()
+            for row in rows.values()
         ]
         lines = [
             [*cells, last]
@@ -76,10 +78,12 @@ def table(
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _verdict(found: Row, ours: str, peers: Sequence[str], *, more_is_better: bool) -> str:
+def _verdict(row: Row, ours: str, peers: Sequence[str], *, more_is_better: bool) -> str:
     if not peers:
         return ""
-    best = (max if more_is_better else min)(peers, key=lambda name: statistics.median(found[name]))
-    ratios = [mine / theirs for mine, theirs in zip(found[ours], found[best], strict=True)]
+    best = (max if more_is_better else min)(peers, key=lambda name: statistics.median(row[name]))
+    ratios = [
+        own_value / peer_value for own_value, peer_value in zip(row[ours], row[best], strict=True)
+    ]
     loses = (statistics.median(ratios) > 1) != more_is_better
     return f"{spread(ratios).strip()} of {best}{': loses' if loses else ''}"

@@ -78,12 +78,12 @@ def measure(directory: Path, points: int) -> dict[str, float]:
         "smoothed again": lambda: view.curve("loss", smooth=SMOOTH),
         f"{SPAN + 1} points, exact": lambda: view.curve("loss", start=middle, end=middle + SPAN),
     }
-    found = {}
+    seconds = {}
     for what, ask in asked.items():
         began = time.perf_counter()
         ask()
-        found[what] = time.perf_counter() - began
-    return found
+        seconds[what] = time.perf_counter() - began
+    return seconds
 
 
 def write_many(directory: Path, runs: int) -> None:
@@ -106,35 +106,35 @@ def write_many(directory: Path, runs: int) -> None:
 
 def measure_many(directory: Path) -> dict[str, float]:
     """Return the seconds of a server and of the page, by name."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def rows(server: Server, name: str, endpoint: str) -> list[dict[str, object]]:
         asked = time.perf_counter()
         answer = httpx.get(f"{server.address}api/{endpoint}", timeout=600, trust_env=False).json()
-        found[name] = time.perf_counter() - asked
+        seconds[name] = time.perf_counter() - asked
         return answer["runs"]
 
     def show(page: Page, name: str) -> None:
         asked = time.perf_counter()
         page.driver.get(f"{page.server.address}#tab=table")
         page.until(SHOWN)
-        found[name] = time.perf_counter() - asked
+        seconds[name] = time.perf_counter() - asked
         page.driver.get("about:blank")
 
     with browsing() as driver:
         driver.get("about:blank")
         began = time.perf_counter()
         with serving(directory) as server:
-            found["server starts"] = time.perf_counter() - began
+            seconds["server starts"] = time.perf_counter() - began
             page = Page(driver, server)
             rows(server, "list, while records are read", "runs")
             show(page, "page, while records are read")
             while any(row["state"] != "finished" for row in rows(server, "list", "runs")):
                 time.sleep(0.1)
-            found["all rows known"] = time.perf_counter() - began
+            seconds["all rows known"] = time.perf_counter() - began
             while any(row["elapsed"] is None for row in rows(server, "list", "runs")):
                 time.sleep(0.1)
-            found["all records read"] = time.perf_counter() - began
+            seconds["all records read"] = time.perf_counter() - began
             rows(server, "list", "runs")
             rows(server, "table", "table")
             show(page, "page")
@@ -142,9 +142,9 @@ def measure_many(directory: Path) -> dict[str, float]:
             page.until(SHOWN)
             for text in ("optimizer=adam", "optimizer=adam model.depth=4", "run-0777", ""):
                 milliseconds = driver.execute_async_script(FILTER, text)
-                found[f"filter {text or 'removed'}"] = milliseconds / 1000
+                seconds[f"filter {text or 'removed'}"] = milliseconds / 1000
             driver.get("about:blank")
-    return found
+    return seconds
 
 
 def main() -> None:
@@ -167,11 +167,11 @@ def main() -> None:
 
 
 def _print(rounds: int, ask: Callable[[], dict[str, float]]) -> None:
-    found = defaultdict(list)
+    durations = defaultdict(list)
     for _ in range(rounds):
         for what, seconds in ask().items():
-            found[what].append(1000 * seconds)
-    for what, milliseconds in found.items():
+            durations[what].append(1000 * seconds)
+    for what, milliseconds in durations.items():
         print(f"  {what:36} {spread(milliseconds)}")
 
 

@@ -22,7 +22,7 @@ def read_digits() -> tuple[Digits, Digits]:
     digits = load_digits()
     images, labels = torch.from_numpy(digits.images).float() / 16, torch.from_numpy(digits.target)
     held_out = held_out_fifth(labels)
-    return tuple(Digits(images[some], labels[some]) for some in (~held_out, held_out))
+    return tuple(Digits(images[mask], labels[mask]) for mask in (~held_out, held_out))
 
 
 def held_out_fifth(labels: Tensor) -> Tensor:

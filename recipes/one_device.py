@@ -39,7 +39,7 @@ def save_checkpoint(directory: Path | None, done: int, **objects: Any) -> None:
     """Save the state of objects after `done` epochs or steps; replaces the last one atomically."""
     if directory is not None:
         part = directory / f"{CHECKPOINT_FILE}.part"
-        states = {name: one.state_dict() for name, one in objects.items()}
+        states = {name: stateful.state_dict() for name, stateful in objects.items()}
         torch.save({"done": done, **states}, part)
         part.replace(directory / CHECKPOINT_FILE)
 
@@ -49,6 +49,6 @@ def load_checkpoint(directory: Path | None, **objects: Any) -> int:
     if directory is None or not (directory / CHECKPOINT_FILE).exists():
         return 0
     state = torch.load(directory / CHECKPOINT_FILE, map_location=device(), weights_only=True)
-    for name, one in objects.items():
-        one.load_state_dict(state[name])
+    for name, stateful in objects.items():
+        stateful.load_state_dict(state[name])
     return state["done"]

@@ -47,19 +47,19 @@ class Progress:
             self.bar.update()
         seconds = time.perf_counter() - self.since
         if self.run.is_main and (seconds >= SECONDS_PER_LINE or step == steps):
-            shown = f"{_shown(means)}  {self.items / seconds:,.0f} {self.unit}/s"
+            text = f"{_formatted(means)}  {self.items / seconds:,.0f} {self.unit}/s"
             if self.bar is not None:
-                self.bar.set_postfix_str(shown)
+                self.bar.set_postfix_str(text)
             else:
                 epoch = "" if per_epoch is None else f"epoch {step / per_epoch:.1f}  "
-                print(f"{epoch}step {step}/{steps}  {shown}", flush=True)
+                print(f"{epoch}step {step}/{steps}  {text}", flush=True)
             self._restart()
         if self.epoch is not None:
             self.epoch.add(means, items)
             if step % per_epoch == 0:
-                whole = self.epoch.take()
-                self.run.log(train=whole)
-                self._print(f"epoch {step // per_epoch}, training means: {_shown(whole)}")
+                epoch_means = self.epoch.take()
+                self.run.log(train=epoch_means)
+                self._print(f"epoch {step // per_epoch}, training means: {_formatted(epoch_means)}")
 
     def is_due(self, every: int) -> bool:
         """Return whether the current step is the last one, or a multiple of `every`."""
@@ -112,5 +112,5 @@ class EpochMeans:
         self.sums, self.items = dict(state["sums"]), state["items"]
 
 
-def _shown(means: Mapping[str, float]) -> str:
+def _formatted(means: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in means.items())

@@ -100,9 +100,11 @@ class Parser(argparse.ArgumentParser):
 def parser(kind: type, description: str) -> Parser:
     """Make a parser with `settings` and `--dir`, whose `--help` lists every setting of `kind`."""
     lines = ["settings (defaults < base file < file < command line):"]
-    for key, words, one in _settings_of(kind):
-        default = "none" if one.default is None else json.dumps(one.default, default=str).strip('"')
-        lines += [f"  {key}={default}", f"      {one.metadata['description']} ({words})"]
+    for key, words, option in _settings_of(kind):
+        default = (
+            "none" if option.default is None else json.dumps(option.default, default=str).strip('"')
+        )
+        lines += [f"  {key}={default}", f"      {option.metadata['description']} ({words})"]
     style = argparse.RawDescriptionHelpFormatter
     made = Parser(description=description, epilog="\n".join(lines), formatter_class=style)
     files = "files and settings; settings override files, later ones override earlier ones"
@@ -110,7 +112,7 @@ def parser(kind: type, description: str) -> Parser:
     above = os.environ.get("SAMESTEP_DIR", "")  # the --dir of `samestep run`, which wins
     above = None if above.lower() in {"", "none"} else above
     run = "directory of the run; an existing run is resumed"
-    made.add_argument("--dir", type=lambda own: Path(above or own), default=above, help=run)
+    made.add_argument("--dir", type=lambda path: Path(above or path), default=above, help=run)
     # torch.distributed.launch and DeepSpeed's launcher pass it, and also set LOCAL_RANK
     made.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return made
@@ -145,12 +147,12 @@ def run_script(main: Callable[[], object]) -> None:
 
 def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, str, Field[Any]]]:
     """Yield the key of each setting, its type in words and its field."""
-    for one in fields(kind):
-        if one.default_factory is MISSING:
-            words = str(one.type).replace("Literal[", "one of [").replace('"', "'")
-            yield prefix + one.name, words, one
+    for option in fields(kind):
+        if option.default_factory is MISSING:
+            words = str(option.type).replace("Literal[", "one of [").replace('"', "'")
+            yield prefix + option.name, words, option
         else:
-            yield from _settings_of(one.default_factory, f"{prefix}{one.name}.")
+            yield from _settings_of(option.default_factory, f"{prefix}{option.name}.")
 
 
 def _read_file(path: Path, *extended_by: Path) -> Iterator[tuple[str, str, Any]]:
@@ -184,11 +186,11 @@ def _update(config: Any, types: Mapping[str, str], place: str, key: str, value: 
         for name in value:
             _update(config, types, place, f"{key}.{name}", value[name])
         return
-    shown = _short(value)
-    source = f"{place}{key}={shown}"
+    text = _short(value)
+    source = f"{place}{key}={text}"
     if key not in types:
         raise SettingsError(f"{source}: unknown setting {key}; {_hint(types, key)}")
-    if "${" in (value if isinstance(value, str) else shown):  # OmegaConf would replace it
+    if "${" in (value if isinstance(value, str) else text):  # OmegaConf would replace it
         raise SettingsError(f"{source}: references such as ${{key}} are not supported")
     try:
         if value == "none" and types[key].endswith("None"):
@@ -197,7 +199,7 @@ def _update(config: Any, types: Mapping[str, str], place: str, key: str, value: 
             value = OmegaConf.create(f"value: {value}").value
         OmegaConf.update(config, key, value)
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
-        near = get_close_matches(shown, types[key].split("'")[1::2], 1)
+        near = get_close_matches(text, types[key].split("'")[1::2], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise SettingsError(f"{source}: expected {types[key]} for {key}{hint}") from error
 
@@ -209,10 +211,10 @@ def _short(value: Any) -> str:
         return "a long number"
 
 
-def _hint(known: Mapping[str, str], key: str) -> str:
-    if inside := [other for other in known if other.startswith(f"{key}.")]:
+def _hint(types: Mapping[str, str], key: str) -> str:
+    if inside := [other for other in types if other.startswith(f"{key}.")]:
         return f"it is a section with {', '.join(inside)}"
     # The last part of a key matters as much as all of it: depth=6 means model.depth=6.
-    keys = {other.rpartition(".")[2]: other for other in reversed(known)} | {o: o for o in known}
+    keys = {other.rpartition(".")[2]: other for other in reversed(types)} | {o: o for o in types}
     near = get_close_matches(key, keys) or get_close_matches(key.rpartition(".")[2], keys)
     return f"did you mean {keys[near[0]]}?" if near else "--help lists every setting"

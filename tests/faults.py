@@ -57,7 +57,7 @@ def stalling_disk() -> Iterator[tuple[Path, Callable[[], None], Callable[[], Non
         subprocess.run(["mkfs.ext4", "-q", "-F", image.name], check=True)
         mount = ["mount", "-o", "loop", image.name, folder]
         mounted = subprocess.run(mount, check=False, capture_output=True)
-        needs("permission to mount a file system", found=mounted.returncode == 0)
+        needs("permission to mount a file system", is_present=mounted.returncode == 0)
 
         def freeze(option: str) -> None:
             subprocess.run(["fsfreeze", option, folder], check=True)
@@ -76,7 +76,7 @@ def full_disk(size_bytes: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", folder]
         mounted = subprocess.run(mount, check=False, capture_output=True)
-        needs("permission to mount a file system", found=mounted.returncode == 0)
+        needs("permission to mount a file system", is_present=mounted.returncode == 0)
         try:
             yield Path(folder)
         finally:

@@ -149,12 +149,12 @@ def _modules_left_by(job: Job, directory: Path, options: dict[str, Any]) -> dict
 
 def logged(directory: Path) -> dict[str, str]:
     """Return a run's scalars by name and step; for a repeated step, both values if they differ."""
-    found: dict[str, list[str]] = {}
+    scalars: dict[str, list[str]] = {}
     for event in events(directory, "scalars"):
         for name, value in event["values"].items():
-            values = found.setdefault(f"{name} at step {event['step']}", [])
+            values = scalars.setdefault(f"{name} at step {event['step']}", [])
             values += [] if str(value) in values else [str(value)]
-    return {name: " or ".join(values) for name, values in found.items()}
+    return {name: " or ".join(values) for name, values in scalars.items()}
 
 
 def events(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:

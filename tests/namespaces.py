@@ -50,7 +50,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
     with ExitStack() as exits:
         bridge = f"{network}-net"
         made = _make_namespace(bridge, exits)
-        needs("permission to make network namespaces", found=made)
+        needs("permission to make network namespaces", is_present=made)
         _ip(f"-n {bridge} link add bridge type bridge")
         _ip(f"-n {bridge} link set bridge up")
         yield [

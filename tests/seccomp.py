@@ -28,7 +28,7 @@ class Program(ctypes.Structure):
 
 def refuse(*calls: str) -> None:
     """Make system calls fail in this process and its children. This cannot be undone."""
-    needs("seccomp", found=platform.machine() in NUMBERS)
+    needs("seccomp", is_present=platform.machine() in NUMBERS)
     numbers = [NUMBERS[platform.machine()][call] for call in calls]
     jumps = [
         struct.pack("=HBBI", 0x15, len(calls) - index, 0, number)

@@ -20,7 +20,7 @@ def run_samestep(
     *words: str, folder: Path, is_terminal: bool = True, colors: bool = False
 ) -> tuple[int, str]:
     """Run a command in a folder, on a terminal or with a pipe; return its status and output."""
-    shown, output = pty.openpty() if is_terminal else os.pipe()
+    reader, output = pty.openpty() if is_terminal else os.pipe()
     if is_terminal:
         fcntl.ioctl(output, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     variables = {
@@ -38,7 +38,7 @@ def run_samestep(
         os.close(output)
         text = b""
         with suppress(OSError):  # EIO at the end of a terminal
-            while data := os.read(shown, 65536):
+            while data := os.read(reader, 65536):
                 text += data
-    os.close(shown)
+    os.close(reader)
     return process.returncode, text.decode().replace("\r\n", "\n")

@@ -45,18 +45,18 @@ def runs(monkeypatch):
 
 
 def test_help_does_not_load_torch():
-    shown = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", HELP_WITHOUT_TORCH], capture_output=True, text=True, check=True
     )
-    assert shown.stdout.count("usage: samestep") == 1 + len(cli.COMMANDS)
+    assert completed.stdout.count("usage: samestep") == 1 + len(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_help_of_every_command_starts_with_its_summary(name, capsys):
     assert exit_status(name, "--help") == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith(f"usage: samestep {name}")
-    assert cli.COMMANDS[name].summary[1:] in shown
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert help_text.startswith(f"usage: samestep {name}")
+    assert cli.COMMANDS[name].summary[1:] in help_text
 
 
 def test_run_has_a_flag_for_every_option(runs):
@@ -163,10 +163,10 @@ def test_an_installed_version_is_printed(monkeypatch, capsys):
 
 
 def test_python_m_samestep_is_samestep():
-    shown = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "samestep", "--help"], capture_output=True, text=True, check=True
     )
-    assert shown.stdout.startswith("usage: samestep ")
+    assert completed.stdout.startswith("usage: samestep ")
 
 
 def test_an_exit_status_needs_no_streams():
@@ -193,9 +193,9 @@ def test_a_run_has_the_same_hashes_of_strings_every_time_and_settings_of_malloc(
     """Few small blocks are kept, so that they do not settle between large gradients."""
     script = tmp_path / "script.py"
     script.write_text("import os; print(hash('samestep'), os.environ['GLIBC_TUNABLES'])")
-    given = {"PYTHONHASHSEED": seed, "GLIBC_TUNABLES": tunables}
-    others = {name: value for name, value in os.environ.items() if name not in given}
-    environment = {name: value for name, value in given.items() if value is not None}
+    user_variables = {"PYTHONHASHSEED": seed, "GLIBC_TUNABLES": tunables}
+    others = {name: value for name, value in os.environ.items() if name not in user_variables}
+    environment = {name: value for name, value in user_variables.items() if value is not None}
     expected = {
         "PYTHONHASHSEED": seed or "0",
         "GLIBC_TUNABLES": "glibc.malloc.tcache_count=2" if tunables is None else tunables,

@@ -99,10 +99,10 @@ def comparable(values):
 def test_means_have_the_same_bits_at_any_number_of_workers():
     def body(world):
         model = Model()
-        found = []
+        means = []
         for size in SIZES:
-            found.append(comparable(evaluation(world, Scores(size)).means(losses, model, None)))
-            found.append(
+            means.append(comparable(evaluation(world, Scores(size)).means(losses, model, None)))
+            means.append(
                 comparable(
                     evaluation(world, Scores(size)).means(
                         losses, model, lambda batch: batch[2].sum()
@@ -111,14 +111,14 @@ def test_means_have_the_same_bits_at_any_number_of_workers():
             )
         assert (
             comparable(evaluation(world, Scores(size), loader_workers=2).means(losses, model, None))
-            == found[-2]
+            == means[-2]
         )
         assert [module.training for module in model.modules()] == [
             module.training for module in Model().modules()
         ]
         assert not model.net[1].num_batches_tracked
         assert bits(model.net[1].running_mean) == bits(torch.zeros(8))
-        return found
+        return means
 
     (expected,) = in_processes(1, body)
     for workers in (2, 3, 4):
@@ -132,12 +132,12 @@ def test_means_are_over_samples_or_items_that_count_gives(size):
         each = nn.functional.cross_entropy(
             model(dataset.logits), dataset.labels, reduction="none"
         ).double()
-    found = means_of(losses, dataset, model=model)
-    assert found["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
-    assert found["right"] == pytest.approx(
+    means = means_of(losses, dataset, model=model)
+    assert means["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
+    assert means["right"] == pytest.approx(
         (dataset.logits.argmax(1) == dataset.labels).double().mean().item(), abs=1e-7
     )
-    assert list(found) == ["loss", "right", "noise"]
+    assert list(means) == ["loss", "right", "noise"]
 
     def per_item(model, batch):
         return (batch[0].sum(1) * batch[2]).sum() / batch[2].sum()
@@ -207,18 +207,18 @@ def test_torchmetrics_are_merged_as_one_pass_in_one_process():
     expected = {name: metric.compute() for name, metric in single.items()} | many.compute()
 
     def body(world):
-        mine, macro = metrics(), collection()
+        own_metrics, macro = metrics(), collection()
 
         def fn(model, batch):
-            update(mine, macro, batch)
-            return {"plain": batch[0].mean(), **mine, "macro": macro}
+            update(own_metrics, macro, batch)
+            return {"plain": batch[0].mean(), **own_metrics, "macro": macro}
 
         twice = [evaluation(world, dataset).means(fn, None, None) for _ in range(2)]
         assert comparable(twice[0]) == comparable(twice[1])
         return twice[0]
 
-    everyone = {workers: in_processes(workers, body) for workers in (1, 2, 3)}
-    first = everyone[1][0]
+    values_by_workers = {workers: in_processes(workers, body) for workers in (1, 2, 3)}
+    first = values_by_workers[1][0]
     assert set(first) == {"plain", *expected}
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -227,8 +227,8 @@ def test_torchmetrics_are_merged_as_one_pass_in_one_process():
     for name in ("accuracy", "largest"):
         assert first[name] == expected[name].item()
     assert torch.equal(first["counts"], expected["counts"])
-    for workers, found in everyone.items():
-        assert [comparable(values) for values in found] == [comparable(first)] * workers
+    for workers, values_of_ranks in values_by_workers.items():
+        assert [comparable(values) for values in values_of_ranks] == [comparable(first)] * workers
 
 
 def composed():
@@ -257,17 +257,17 @@ def test_composed_torchmetrics_are_merged_as_one_pass_in_one_process(workers):
     assert expected["twice"] == pytest.approx(2 * right)
 
     def body(world):
-        mine = composed()
+        own_metrics = composed()
 
         def fn(model, batch):
-            for metric in mine.values():
+            for metric in own_metrics.values():
                 metric.update(*batch[:2])
-            return mine
+            return own_metrics
 
         return [evaluation(world, dataset).means(fn, None, None) for _ in range(2)]
 
-    for found in in_processes(workers, body):
-        for values in found:
+    for evaluations in in_processes(workers, body):
+        for values in evaluations:
             assert values.keys() == expected.keys()
             torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
 
@@ -277,21 +277,21 @@ class Extremes:
 
     def __init__(self):
         self.total = torch.zeros(())
-        self.found = []
+        self.highest = []
 
     def update(self, logits, labels):
         self.total = self.total + logits.sum()
-        self.found += [
+        self.highest += [
             (float(row.max()), int(label)) for row, label in zip(logits, labels, strict=True)
         ]
-        self.found = sorted(self.found)[-2:]
+        self.highest = sorted(self.highest)[-2:]
 
     def merge(self, other):
         self.total = self.total + other.total
-        self.found = sorted(self.found + other.found)[-2:]
+        self.highest = sorted(self.highest + other.highest)[-2:]
 
     def compute(self):
-        return {"total": self.total, "labels": [label for _, label in self.found]}
+        return {"total": self.total, "labels": [label for _, label in self.highest]}
 
 
 def test_metrics_of_users_follow_the_laws():
@@ -364,8 +364,8 @@ def test_metrics_that_share_a_state_are_both_merged():
 
     dataset = Scores(37)
     right = (dataset.logits.argmax(1) == dataset.labels).float().mean().item()
-    found = means_of(fn, dataset)
-    assert found == pytest.approx({"accuracy": right, "error": 1 - right})
+    means = means_of(fn, dataset)
+    assert means == pytest.approx({"accuracy": right, "error": 1 - right})
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -387,11 +387,11 @@ def test_results_of_one_name_are_refused(workers):
         except EvaluationError as error:
             return str(error)
 
-    for found in in_processes(workers, body, "a_", "b_"):
-        assert len(found) == 2 + 3 + 3
-        assert {"a_MulticlassRecall", "b_MulticlassRecall"} < set(found)
-    for found in in_processes(workers, body, "a_", "macro_"):
-        assert found.startswith("two results are named 'macro_MulticlassRecall'; rename one")
+    for names in in_processes(workers, body, "a_", "b_"):
+        assert len(names) == 2 + 3 + 3
+        assert {"a_MulticlassRecall", "b_MulticlassRecall"} < set(names)
+    for message in in_processes(workers, body, "a_", "macro_"):
+        assert message.startswith("two results are named 'macro_MulticlassRecall'; rename one")
 
 
 def test_a_loss_and_a_result_of_that_name_are_refused():
@@ -411,8 +411,8 @@ def test_metrics_that_some_blocks_lack_are_refused(workers):
         except EvaluationError as error:
             return str(error)
 
-    for found in in_processes(workers, body):
-        assert found.endswith(r"got ['largest'] for block 0 and [] for block 4")
+    for message in in_processes(workers, body):
+        assert message.endswith(r"got ['largest'] for block 0 and [] for block 4")
 
 
 class Pair(NamedTuple):
@@ -507,9 +507,9 @@ def test_values_that_are_not_finite_are_returned():
     def fn(model, batch):
         return {"infinite": math.inf, "nan": math.nan}
 
-    found = means_of(fn, Scores(3))
-    assert found["infinite"] == math.inf
-    assert math.isnan(found["nan"])
+    means = means_of(fn, Scores(3))
+    assert means["infinite"] == math.inf
+    assert math.isnan(means["nan"])
 
 
 def test_modes_are_restored_after_an_error():

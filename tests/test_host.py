@@ -124,9 +124,9 @@ def test_a_secret_is_read_only_from_a_private_file(tmp_path, monkeypatch, owner,
     user = {"own": 1234, "root": 0, "other": 4321}[owner]
 
     def fstat(number, fstat=os.fstat):
-        found = list(fstat(number))[:10]
-        found[0], found[4] = stat.S_IFREG | mode, user
-        return os.stat_result(found)
+        fields = list(fstat(number))[:10]
+        fields[0], fields[4] = stat.S_IFREG | mode, user
+        return os.stat_result(fields)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", fstat)

@@ -174,7 +174,7 @@ def group():
     directory = Path(f"/sys/fs/cgroup/memory/samestep-test-{os.getpid()}")
     with suppress(OSError):
         directory.mkdir()
-    needs("permission to make a memory control group of version 1", found=directory.exists())
+    needs("permission to make a memory control group of version 1", is_present=directory.exists())
     yield directory
     directory.rmdir()
 

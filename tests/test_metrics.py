@@ -255,9 +255,9 @@ def test_each_broken_law_is_named(make, law):
 def test_arguments_of_the_law_test_are_checked():
     with pytest.raises(ConfigError, match="parts must have at least 3 tuples of arguments, got 2"):
         check_metric(Total, NUMBERS[:2])
-    one = Total()
+    total = Total()
     with pytest.raises(AssertionError, match=r"make\(\) must return a new object"):
-        check_metric(lambda: one, NUMBERS)
+        check_metric(lambda: total, NUMBERS)
     with pytest.raises(EvaluationError, match=r"make\(\) must return a metric"):
         check_metric(list, NUMBERS)
 

@@ -50,13 +50,13 @@ def everything(storage, tmp_path):
     sizes = [storage.sizes(folder) for folder in ("a", "b", "none")]
     data = storage.read("a/data", 1, 4)
     folders = sorted(storage.folders())
-    found = [storage.size(path) for path in ("a/part", "a", "a/none")]
+    object_sizes = [storage.size(path) for path in ("a/part", "a", "a/none")]
     storage.remove("a/part")
     storage.remove("a/manifest")
     storage.remove("b", folder=True)
     storage.remove("none")
     storage.remove("none", folder=True)
-    return sizes, found, data, folders, storage.sizes("a"), storage.folders()
+    return sizes, object_sizes, data, folders, storage.sizes("a"), storage.folders()
 
 
 ALL = (
@@ -82,8 +82,8 @@ def test_failed_requests_are_retried(far, storage, tmp_path):
             raise ConnectionError("reset")
 
     far.before = staticmethod(two_of_three)
-    *found, folders = everything(storage, tmp_path)
-    assert found == list(ALL[:-1])
+    *results, folders = everything(storage, tmp_path)
+    assert results == list(ALL[:-1])
     assert set(folders) - {"b"} == set(ALL[-1])  # fsspec's memory may keep an empty folder
 
 

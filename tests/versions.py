@@ -51,9 +51,9 @@ TORCH_FREE = (
     "tests/tools/doctor",
     "tests/tools/test_submit_kubernetes.py",
     "tests/watch",
-    *(f"--ignore={one}" for one in NEEDS_TORCH),
+    *(f"--ignore={path}" for path in NEEDS_TORCH),
     "--deselect=tests/record/test_events.py::test_a_newer_format_is_refused_with_the_version_to_install",
-    "--deselect=tests/tools/doctor/test_doctor.py::test_this_machine_is_examined_and_a_lowered_limit_is_found",
+    "--deselect=tests/tools/doctor/test_command.py::test_this_machine_is_examined_and_a_lowered_limit_is_found",
 )
 FAILURES = {"failed", "not installed", "no environment"}
 
@@ -62,16 +62,18 @@ def main() -> int:
     """Run all combinations and print the outcome of each."""
     _find_more()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    found = [one for one in PYTHONS if _runs(UV, "python", "find", "--no-python-downloads", one)]
+    pythons = [
+        python for python in PYTHONS if _runs(UV, "python", "find", "--no-python-downloads", python)
+    ]
     same = [version("torch")]
-    parser.add_argument("--python", nargs="+", default=found, help="default: %(default)s")
+    parser.add_argument("--python", nargs="+", default=pythons, help="default: %(default)s")
     parser.add_argument("--torch", nargs="+", default=same, help="default: %(default)s")
     parser.add_argument("args", nargs="*", help="for pytest")
-    given = parser.parse_args()
+    options = parser.parse_args()
     outcomes = {}
-    for torch in given.torch:
+    for torch in options.torch:
         resolutions = ["lowest-direct", "highest"]
-        for python in given.python:
+        for python in options.python:
             has_torch = _has_build(python, torch)
             for resolution in resolutions if has_torch else ["highest"]:
                 title = f"Python {python}, {'torch' if has_torch else 'no build of torch'} {torch}"
@@ -80,9 +82,9 @@ def main() -> int:
                 with tempfile.TemporaryDirectory(prefix="versions-") as name:
                     folder = Path(name)
                     if has_torch:
-                        outcome = _tested(folder, python, torch, resolution, given.args)
+                        outcome = _tested(folder, python, torch, resolution, options.args)
                     else:
-                        outcome = _tested_without_torch(folder, python, given.args)
+                        outcome = _tested_without_torch(folder, python, options.args)
                     outcomes[title] = outcome
             resolutions = ["highest"] if has_torch else resolutions
     _print("".join(f"\n{title}: {outcome}" for title, outcome in outcomes.items()) + "\n")
@@ -129,8 +131,8 @@ def _outcome(
 
 def _find_more() -> None:
     """Let uv find the Pythons of pyenv, and the packages that pip finds."""
-    found = [str(path.parent) for path in PYENV.glob("versions/3.*/bin/python3")]
-    os.environ["PATH"] = os.pathsep.join([*found, os.environ["PATH"]])
+    folders = [str(path.parent) for path in PYENV.glob("versions/3.*/bin/python3")]
+    os.environ["PATH"] = os.pathsep.join([*folders, os.environ["PATH"]])
     if links := os.environ.get("PIP_FIND_LINKS"):
         os.environ.setdefault("UV_FIND_LINKS", links)
 

@@ -93,17 +93,17 @@ def launcher_store() -> Iterator[tuple[TCPStore, dict[str, str]]]:
     It runs in a separate process. Its thread looks up names, and a worker that is forked meanwhile
     would wait for glibc's lock in its own lookups forever.
     """
-    own, other = FORK.Pipe()
+    receiver, sender = FORK.Pipe()
 
     def serve() -> None:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        other.send(server.port)
+        sender.send(server.port)
         signal.pause()
 
     process = FORK.Process(target=serve)
     process.start()
     try:
-        port = own.recv()
+        port = receiver.recv()
         store = TCPStore("127.0.0.1", port, is_master=False)
         yield store, {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     finally:
@@ -139,12 +139,12 @@ class Threaded(World):
         try:
             self._table.entries[self.rank] = entry
             self._table.barrier.wait(TIMEOUT_SECONDS)
-            taken = take(self._table.entries)
+            combined = take(self._table.entries)
             self._table.barrier.wait(TIMEOUT_SECONDS)
         except threading.BrokenBarrierError as error:
             raise WorldError("another thread failed") from error
         self.barriers += 1
-        return taken
+        return combined
 
     def shared(self, nbytes: int) -> list[torch.Tensor]:
         return self._exchange(torch.zeros(nbytes, dtype=torch.uint8), list)
@@ -156,17 +156,17 @@ class Threaded(World):
         gathered = self._exchange(data, list)
         return gathered if self.rank == 0 else None
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, what: str) -> None:
-        out.copy_(self._exchange(own.clone(), torch.cat))
+    def all_gather(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> None:
+        out.copy_(self._exchange(sent.clone(), torch.cat))
 
     def all_to_all(
-        self, out: torch.Tensor, out_sizes: Sizes, own: torch.Tensor, own_sizes: Sizes, what: str
+        self, out: torch.Tensor, out_sizes: Sizes, sent: torch.Tensor, sent_sizes: Sizes, what: str
     ) -> None:
         def take(parts: list[tuple[torch.Tensor, ...]]) -> None:
-            for target, sent in zip(out.split(list(out_sizes)), parts, strict=True):
-                target.copy_(sent[self.rank])
+            for target, slices in zip(out.split(list(out_sizes)), parts, strict=True):
+                target.copy_(slices[self.rank])
 
-        self._exchange(own.split(list(own_sizes)), take)
+        self._exchange(sent.split(list(sent_sizes)), take)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         tensor.copy_(self._exchange(tensor.clone(), lambda parts: parts[0].clone()))

@@ -79,49 +79,50 @@ def main() -> int:
     add("--parallel", type=int, choices=(1, 2), default=1, help="rounds at a time (default: 1)")
     add("--only", nargs="+", default=[], metavar="KIND", help="kinds of faults (default: all)")
     add("--log", type=Path, help="file of complete rounds, to continue after them")
-    given = parser.parse_args()
+    options = parser.parse_args()
     # so that namespaces and disks are removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    given.round = min(given.round, given.faults)
-    epochs = 1 + given.round * STEPS_PER_FAULT // STEPS_PER_EPOCH
+    options.round = min(options.round, options.faults)
+    epochs = 1 + options.round * STEPS_PER_FAULT // STEPS_PER_EPOCH
     rounds = [
         Round(
-            given.hosts[number % len(given.hosts)],
-            given.seed + number,
-            min(given.round, given.faults - number * given.round),
+            options.hosts[number % len(options.hosts)],
+            options.seed + number,
+            min(options.round, options.faults - number * options.round),
             epochs,
-            MOST_WORKERS // given.parallel,
-            only=given.only,
+            MOST_WORKERS // options.parallel,
+            only=options.only,
         )
-        for number in range(-(-given.faults // given.round))
+        for number in range(-(-options.faults // options.round))
     ]
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        return campaign(rounds, Path(folder), given.parallel, given.log)
+        return campaign(rounds, Path(folder), options.parallel, options.log)
 
 
 def campaign(rounds: Sequence[Round], folder: Path, parallel: int, path: Path | None) -> int:
     """Run rounds that the log does not have; print the results of all; return the exit status."""
     done = {line["round"]: line for line in _read(path)}
     started, failed = time.monotonic(), []
-    left = [one for one in rounds if one.name not in done]
+    left = [chaos_round for chaos_round in rounds if chaos_round.name not in done]
     with ThreadPoolExecutor(parallel) as pool:
         expected = undisturbed(folder, rounds[0].epochs)
         futures = {}
-        for one in left:
-            log = _printer(f"[{one.seed}] " if len(rounds) > 1 else "")
-            futures[pool.submit(chaos, folder, one, expected, log=log, keep=path)] = one
+        for chaos_round in left:
+            log = _printer(f"[{chaos_round.seed}] " if len(rounds) > 1 else "")
+            future = pool.submit(chaos, folder, chaos_round, expected, log=log, keep=path)
+            futures[future] = chaos_round
         try:
             for future in as_completed(futures):
-                one = futures[future]
+                chaos_round = futures[future]
                 try:
-                    result = {"round": one.name, **future.result()}
+                    result = {"round": chaos_round.name, **future.result()}
                 except Exception as error:  # noqa: BLE001  other rounds go on
-                    failed.append(one)
-                    print(f"FAILED with seed {one.seed}: {type(error).__name__}: {error}")
-                    print(f"to repeat it: {_command(one, parallel)}", flush=True)
+                    failed.append(chaos_round)
+                    print(f"FAILED with seed {chaos_round.seed}: {type(error).__name__}: {error}")
+                    print(f"to repeat it: {_command(chaos_round, parallel)}", flush=True)
                     continue
                 line = json.dumps(result)
-                done[one.name] = json.loads(line)
+                done[chaos_round.name] = json.loads(line)
                 if path is not None:
                     with path.open("a") as file:
                         file.write(line + "\n")
@@ -130,9 +131,13 @@ def campaign(rounds: Sequence[Round], folder: Path, parallel: int, path: Path | 
             ABORTED.set()  # rounds that still run
             pool.shutdown(cancel_futures=True)
             raise
-    results = [(one, done[one.name]) for one in rounds if one.name in done]
-    for number in sorted({one.hosts for one, _ in results}):
-        seconds = _merged(result["seconds"] for one, result in results if one.hosts == number)
+    results = [
+        (chaos_round, done[chaos_round.name]) for chaos_round in rounds if chaos_round.name in done
+    ]
+    for number in sorted({chaos_round.hosts for chaos_round, _ in results}):
+        seconds = _merged(
+            result["seconds"] for chaos_round, result in results if chaos_round.hosts == number
+        )
         print(f"\n{number} host{'s' * (number > 1)}:\n\n{report(seconds)}")
     print(f"\n{resources_report(result for _, result in results)}")
     return 1 if failed else 0
@@ -150,25 +155,29 @@ def undisturbed(folder: Path, epochs: int) -> Target:
 
 
 def chaos(
-    folder: Path, one: Round, expected: Target, *, log: Log, keep: Path | None = None
+    folder: Path, chaos_round: Round, expected: Target, *, log: Log, keep: Path | None = None
 ) -> dict[str, Any]:
     """Return the `seconds` until the run continued after each fault, by kind, and `resources`.
 
     Raises `ChaosError` if the run differs from the undisturbed one that is `expected`, or a
     launcher's memory, threads or open files grow.
     """
-    chance = random.Random(one.seed)
-    folder = Path(tempfile.mkdtemp(prefix=f"round-{one.seed}-", dir=folder))
+    chance = random.Random(chaos_round.seed)
+    folder = Path(tempfile.mkdtemp(prefix=f"round-{chaos_round.seed}-", dir=folder))
     seconds = defaultdict(list)
     with ExitStack() as exits:
-        found = exits.enter_context(disk(folder)) if os.geteuid() == 0 else None
-        run = (folder if found is None else found.folder) / "run"
-        target = Target(run, one.epochs, exits.enter_context(hosts(one.hosts)), folder)
-        exits.callback(_keep, target, folder, keep, one)
+        mounted_disk = exits.enter_context(disk(folder)) if os.geteuid() == 0 else None
+        run = (folder if mounted_disk is None else mounted_disk.folder) / "run"
+        target = Target(
+            run, chaos_round.epochs, exits.enter_context(hosts(chaos_round.hosts)), folder
+        )
+        exits.callback(_keep, target, folder, keep, chaos_round)
         exits.callback(target.close)
-        scene = Scene(target, found, chance, one.most_workers, one.longest)
+        scene = Scene(target, mounted_disk, chance, chaos_round.most_workers, chaos_round.longest)
         target.start(scene.workers())
-        for number, fault in enumerate(_choose(chance, one, disk=found is not None), 1):
+        for number, fault in enumerate(
+            _choose(chance, chaos_round, disk=mounted_disk is not None), 1
+        ):
             _pause(target, chance)
             name = fault.__name__
             try:
@@ -183,23 +192,26 @@ def chaos(
         _check_samples(target, expected)
         growth = check_resources(target.samples)
     shutil.rmtree(folder)
-    log(f"same bits after {one.faults} faults ({expected.hash()[:16]}); each sample once per epoch")
+    log(
+        f"same bits after {chaos_round.faults} faults ({expected.hash()[:16]}); "
+        "each sample once per epoch"
+    )
     return {"seconds": seconds, "resources": growth}
 
 
-def _choose(chance: random.Random, one: Round, *, disk: bool) -> list[Fault]:
+def _choose(chance: random.Random, chaos_round: Round, *, disk: bool) -> list[Fault]:
     """Return faults in random order; in the first half, only those that launchers survive."""
     survived, ending = (
         {
             fault: share
             for fault, share in faults.items()
-            if not one.only or fault.__name__ in one.only
+            if not chaos_round.only or fault.__name__ in chaos_round.only
         }
-        for faults in faults_for(one.hosts, disk=disk)
+        for faults in faults_for(chaos_round.hosts, disk=disk)
     )
-    some = chosen(chance, {**survived, **ending}, one.faults)
-    lasting = [fault for fault in some if fault in survived][: one.faults // 2]
-    mixed = list(some)
+    drawn = chosen(chance, {**survived, **ending}, chaos_round.faults)
+    lasting = [fault for fault in drawn if fault in survived][: chaos_round.faults // 2]
+    mixed = list(drawn)
     for fault in lasting:
         mixed.remove(fault)
     return [*lasting, *mixed]
@@ -209,16 +221,17 @@ def chosen(chance: random.Random, shares: Mapping[Fault, int], faults: int) -> l
     """Return faults in random order: of each kind its share, and at least one if possible."""
     more = [fault for fault, share in shares.items() for _ in range(share - 1)]
     chance.shuffle(more)
-    some = list(islice(cycle([*shares, *more]), faults))
-    chance.shuffle(some)
-    return some
+    drawn = list(islice(cycle([*shares, *more]), faults))
+    chance.shuffle(drawn)
+    return drawn
 
 
 def report(seconds: Mapping[str, Sequence[float]]) -> str:
     """Return a Markdown table of the times until the run continued."""
     rows = [
-        f"| {name} | {len(some)} | {statistics.median(some):.2f} s | {max(some):.2f} s |"
-        for name, some in sorted(seconds.items())
+        f"| {name} | {len(durations)} | {statistics.median(durations):.2f} s "
+        f"| {max(durations):.2f} s |"
+        for name, durations in sorted(seconds.items())
     ]
     total = f"| all | {sum(map(len, seconds.values()))} | | |"
     return "\n".join(["| fault | times | median | worst |", "|---|---|---|---|", *rows, total])
@@ -263,8 +276,8 @@ def check_resources(
             continue
         half = len(settled) // 2
         before, after = (
-            Resources(*map(max, zip(*some, strict=True)))
-            for some in (settled[:half], settled[half:])
+            Resources(*map(max, zip(*part, strict=True)))
+            for part in (settled[:half], settled[half:])
         )
         compared.append((len(samples), before, after))
         if any(b - a > spare for a, b, spare in zip(before, after, SPARE, strict=True)):
@@ -290,39 +303,43 @@ def _check_samples(target: Target, undisturbed: Target) -> None:
 
 def _samples(target: Target) -> dict[int, tuple[int, list[float]]]:
     """Return the epoch and the samples of each step."""
-    found: dict[int, Any] = {}
+    samples_of_step: dict[int, Any] = {}
     for event in read_history(target.directory):
         if event["event"] == "scalars":
-            if event["step"] in found:
+            if event["step"] in samples_of_step:
                 raise ChaosError(f"step {event['step']} is recorded twice")
             values = event["values"].items()
             samples = [value for name, value in values if name.startswith("sample ")]
-            found[event["step"]] = event["epoch"], samples
-    return found
+            samples_of_step[event["step"]] = event["epoch"], samples
+    return samples_of_step
 
 
-def _keep(target: Target, folder: Path, path: Path | None, one: Round) -> None:
+def _keep(target: Target, folder: Path, path: Path | None, chaos_round: Round) -> None:
     """Keep the output and the record of a round that fails next to the log."""
     if path is None or sys.exc_info()[0] is None:
         return
-    kept = path.with_name(f"{path.name}.failed-{one.hosts}-{one.seed}")
+    kept = path.with_name(f"{path.name}.failed-{chaos_round.hosts}-{chaos_round.seed}")
     kept.mkdir(exist_ok=True)
     for file in [*folder.glob("output-*"), *target.directory.glob("*.jsonl")]:
         with suppress(OSError):
             shutil.copy(file, kept)
-    print(f"the output and record of seed {one.seed} are in {kept}")
+    print(f"the output and record of seed {chaos_round.seed} are in {kept}")
 
 
-def _command(one: Round, parallel: int) -> str:
-    hosts, faults = f"--hosts {one.hosts}", f"--faults {one.faults} --round {one.faults}"
-    return f"python -m benchmarks.chaos {hosts} --seed {one.seed} {faults} --parallel {parallel}"
+def _command(chaos_round: Round, parallel: int) -> str:
+    hosts, seed = f"--hosts {chaos_round.hosts}", f"--seed {chaos_round.seed}"
+    faults = f"--faults {chaos_round.faults} --round {chaos_round.faults}"
+    return f"python -m benchmarks.chaos {hosts} {seed} {faults} --parallel {parallel}"
 
 
 def _progress(
     rounds: Sequence[Round], done: Mapping[str, Any], failed: Sequence[Round], started: float
 ) -> str:
-    complete = [one for one in rounds if one.name in done]
-    faults, total = sum(one.faults for one in complete), sum(one.faults for one in rounds)
+    complete = [chaos_round for chaos_round in rounds if chaos_round.name in done]
+    faults, total = (
+        sum(chaos_round.faults for chaos_round in complete),
+        sum(chaos_round.faults for chaos_round in rounds),
+    )
     minutes = (time.monotonic() - started) / 60
     return f"{faults} of {total} faults, {len(failed)} rounds failed, after {minutes:.1f} minutes"
 

@@ -42,18 +42,18 @@ class Scene:
     def workers(self) -> list[int]:
         """Choose a number of workers for each host: not the run's current ones, if possible."""
         hosts = len(self.target.hosts)
-        most = self.most_workers - hosts + 1
+        largest = self.most_workers - hosts + 1
         choices = [
-            list(found)
-            for found in product(range(1, most + 1), repeat=hosts)
-            if sum(found) <= self.most_workers and list(found) != self.target.workers
+            list(counts)
+            for counts in product(range(1, largest + 1), repeat=hosts)
+            if sum(counts) <= self.most_workers and list(counts) != self.target.workers
         ]
         return self.chance.choice(choices or [self.target.workers])
 
-    def duration(self, most: float = LONGEST_CUT_SECONDS) -> float:
+    def duration(self, longest: float = LONGEST_CUT_SECONDS) -> float:
         """Choose how long a fault lasts."""
-        most = min(most, self.longest)
-        return self.chance.uniform(min(1.0, most / 2), most)
+        longest = min(longest, self.longest)
+        return self.chance.uniform(min(1.0, longest / 2), longest)
 
 
 Fault = Callable[[Scene], float]

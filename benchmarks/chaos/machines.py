@@ -46,18 +46,18 @@ def hosts(number: int) -> Iterator[list[Host]]:
         with _lock:
             _remove_stale()
             base = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
-            found = [Host(f"{base}-{end}", f"10.213.11.{end}") for end in (1, 2)]
-            for host in found:
+            pair = [Host(f"{base}-{end}", f"10.213.11.{end}") for end in (1, 2)]
+            for host in pair:
                 _run(f"ip netns add {host.name}")
                 exits.callback(_run, f"ip netns delete {host.name}")
-            first, second = found
+            first, second = pair
             ends = f"netns {first.name} type veth peer name {DEVICE} netns {second.name}"
             _run(f"ip link add {DEVICE} {ends}")
-            for host in found:
+            for host in pair:
                 _run(f"ip -n {host.name} address add {host.address}/24 dev {DEVICE}")
                 _run(f"ip -n {host.name} link set lo up")
                 host.plug(into=True)
-        yield found
+        yield pair
 
 
 def _remove_stale() -> None:
@@ -109,12 +109,12 @@ def disk(folder: Path) -> Iterator[Disk]:
         file.truncate(DISK_BYTES)
     _run(f"mkfs.ext4 -q -m 0 -F {image}")
     _run(f"mount -o loop {image} {mounted}")
-    found = Disk(mounted)
+    mounted_disk = Disk(mounted)
     try:
-        yield found
+        yield mounted_disk
     finally:
         with suppress(subprocess.CalledProcessError):  # it is not frozen
-            found.recover()
+            mounted_disk.recover()
         _run(f"umount --lazy {mounted}")
         image.unlink()
 

@@ -108,8 +108,8 @@ class Target:
         expected = -(number or 0) if status is None else status
         for launcher in self.launchers:
             if launcher.returncode != expected:
-                found = f"expected exit status {expected}, got {launcher.returncode}"
-                raise ChaosError(f"{found}; {self.last_output()}")
+                message = f"expected exit status {expected}, got {launcher.returncode}"
+                raise ChaosError(f"{message}; {self.last_output()}")
         self.wait_for_exit(pids)
 
     def wait_for_exit(self, pids: Sequence[int]) -> None:
@@ -162,16 +162,16 @@ class Target:
         The event has all `fields`; a text may be the beginning of the event's. Raises `ChaosError`
         as `wait_until` does.
         """
-        found: list[Event] = []
+        events: list[Event] = []
 
         def find() -> bool:
             recent = (event for event in self.events() if event["time"] >= since)
-            some = (event for event in recent if event["event"] in kinds and _has(event, fields))
-            found[:] = [event for event in [next(some, None)] if event is not None]
-            return bool(found)
+            matches = (event for event in recent if event["event"] in kinds and _has(event, fields))
+            events[:] = [event for event in [next(matches, None)] if event is not None]
+            return bool(events)
 
         self.wait_until(find, f"no event of {sorted(kinds)} with {fields}")
-        return found[0]
+        return events[0]
 
     def wait_until(
         self, condition: Callable[[], bool], complaint: str, *, has_exited: bool = False

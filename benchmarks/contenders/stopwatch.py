@@ -74,12 +74,12 @@ class Stopwatch:
 
 def memory() -> float:
     """Return this process's memory in megabytes, with its share of shared memory (PSS)."""
-    found = re.search(
+    match = re.search(
         r"^Pss:\s+(\d+) kB",
         Path("/proc/self/smaps_rollup").read_text(encoding="ascii"),
         re.MULTILINE,
     )
-    return int(found[1]) / 1024 if found else math.nan
+    return int(match[1]) / 1024 if match else math.nan
 
 
 def keep(used: object) -> None:

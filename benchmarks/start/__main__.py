@@ -40,13 +40,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each contender (default: 5)")
     rounds = parser.parse_args().rounds
-    found = in_turn(
+    measurements = in_turn(
         {name: partial(first_step, command) for name, command in COMMANDS.items()}, rounds
     )
     print(
         table(
             "seconds",
-            {"start to first step, 2 workers": figure("seconds", found)},
+            {"start to first step, 2 workers": figure("seconds", measurements)},
             no_peers=[ONE_PROCESS],
         )
     )

@@ -44,7 +44,7 @@ class Lane:
         self._replay = replay(settings.replay, settings.game, rows, environments)
         self._returns: list[float] = []  # of the last games
         self._plays = 0  # actions in each game
-        self._given = 0
+        self._drawn_batches = 0
 
     def __iter__(self) -> Lane:
         return self
@@ -56,11 +56,11 @@ class Lane:
             self._replay.begin_row(torch.stack([game.start(draw_seed()) for game in self._games]))
         while self._environment_steps() < collect.warmup_steps or not self._replay.ready():
             self._play(exploration=1.0)
-        if self._given % collect.updates == 0:
+        if self._drawn_batches % collect.updates == 0:
             for _ in range(collect.steps):
                 self._play(exploration_after(self._environment_steps(), collect))
-        correction = start + (1 - start) * self._given / self._settings.updates
-        self._given += 1
+        correction = start + (1 - start) * self._drawn_batches / self._settings.updates
+        self._drawn_batches += 1
         return LaneBatch(
             self._replay.draw(self._batch_size, correction),
             environment_steps=self._environment_steps(),
@@ -75,7 +75,7 @@ class Lane:
             "replay": self._replay.state_dict(),
             "returns": list(self._returns),
             "plays": self._plays,
-            "given": self._given,
+            "given": self._drawn_batches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Lane:
         for game, its_state in zip(self._games, state["games"], strict=True):
             game.load_state_dict(its_state)
         self._returns, self._plays = list(state["returns"]), state["plays"]
-        self._given = state["given"]
+        self._drawn_batches = state["given"]
 
     def _environment_steps(self) -> int:
         return self._plays * self._settings.collect.environments

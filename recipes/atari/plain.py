@@ -95,7 +95,7 @@ def evaluate(
     with autocast(settings.precision):
         played = [play(online, numbers) for numbers in torch.arange(games.games).split(games.block)]
     names = ("return", "actions")
-    return scores_of({name: torch.cat([some[name] for some in played]) for name in names})
+    return scores_of({name: torch.cat([block[name] for block in played]) for name in names})
 
 
 if __name__ == "__main__":

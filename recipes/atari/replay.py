@@ -98,7 +98,7 @@ class Replay:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows so far."""
-        filled = {name: one[: self.count] for name, one in self._columns().items()}
+        filled = {name: column[: self.count] for name, column in self._columns().items()}
         return {"rows": self.rows, "count": self.count, **filled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,8 +113,8 @@ class Replay:
                 f"{got[0]} of {got[1]}; do not change replay.size, lanes, environments, frame_size"
             )
         self.count = state["count"]
-        for name, one in self._columns().items():
-            one[: self.count] = state[name]
+        for name, column in self._columns().items():
+            column[: self.count] = state[name]
 
     def _columns(self) -> dict[str, Tensor]:
         return {

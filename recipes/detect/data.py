@@ -56,11 +56,11 @@ class Split(NamedTuple):
 def open_images(settings: DataSettings) -> Split:
     """Open a data set. Raises `SettingsError`, and `AnnotationError` for an invalid file."""
     parts = []
-    given = {
+    paths_by_part = {
         "train": (settings.train_annotations, settings.train_images),
         "val": (settings.val_annotations, settings.val_images),
     }
-    for part, paths in given.items():
+    for part, paths in paths_by_part.items():
         if settings.path is None and None in paths:
             expected = f"a folder with {part}.json and {part}/ (make_data.py makes one)"
             raise SettingsError(f"data.path must be {expected}, got none")
@@ -89,7 +89,9 @@ class CocoImages(Dataset[Sample]):
         self.file, self.folder, self.settings, self.training = file, folder, settings, training
         self.truth = read_annotations(file)
         self.entries: list[Entry] = self.truth.dataset["images"]
-        self.names = {number: one["name"] for number, one in sorted(self.truth.cats.items())}
+        self.names = {
+            number: category["name"] for number, category in sorted(self.truth.cats.items())
+        }
         self._labels = {number: label for label, number in enumerate(self.names)}
 
     def __len__(self) -> int:
@@ -145,18 +147,18 @@ class CocoImages(Dataset[Sample]):
         """Return the boxes, labels and masks of an image at its original size."""
         height, width = entry["height"], entry["width"]
         labels, corners, masks = [], [], [torch.zeros(0, height, width, dtype=torch.uint8)]
-        for one in self.truth.imgToAnns.get(entry["id"], []):
-            left, top, box_width, box_height = one["bbox"]
+        for annotation in self.truth.imgToAnns.get(entry["id"], []):
+            left, top, box_width, box_height = annotation["bbox"]
             right, bottom = min(left + box_width, width), min(top + box_height, height)
             left, top = max(left, 0.0), max(top, 0.0)
-            if left >= right or top >= bottom or one["iscrowd"]:
+            if left >= right or top >= bottom or annotation["iscrowd"]:
                 continue
             try:
-                masks.append(torch.from_numpy(self.truth.annToMask(one))[None])
+                masks.append(torch.from_numpy(self.truth.annToMask(annotation))[None])
             except ValueError as error:
                 where = f"{self.file}: a mask of image {entry['id']}"
                 raise AnnotationError(f"{where} cannot be decoded: {error}") from error
-            labels.append(self._labels[one["category_id"]])
+            labels.append(self._labels[annotation["category_id"]])
             corners.append((left, top, right, bottom))
         boxes = torch.tensor(corners, dtype=torch.float32).reshape(-1, 4)
         return boxes, torch.tensor(labels, dtype=torch.int64), torch.cat(masks)

@@ -20,13 +20,13 @@ def average_precision(truth: COCO, predictions: Sequence[Predictions]) -> dict[s
 
     `predictions` has a list per image.
     """
-    found = [prediction for of_image in predictions for prediction in of_image]
+    flat_predictions = [prediction for of_image in predictions for prediction in of_image]
     scores = {}
     for prefix, (kind, key) in KINDS.items():
         # A prediction with a box has the size of the box, so each kind gets only its own key.
         names = ("image_id", "category_id", "score", key)
-        given = [{name: prediction[name] for name in names} for prediction in found]
-        evaluation = COCOeval_faster(truth, truth.loadRes(given), kind, rle_iou_max_workers=1)
+        results = [{name: prediction[name] for name in names} for prediction in flat_predictions]
+        evaluation = COCOeval_faster(truth, truth.loadRes(results), kind, rle_iou_max_workers=1)
         evaluation.run()
         values = map(float, evaluation.stats)
         scores |= {f"{prefix}_{name}": value for name, value in zip(SCORES, values, strict=False)}

@@ -108,15 +108,15 @@ def positives_of(assigned: Tensor) -> Positives:
     return Positives(locations, boxes, 1.0 / boxes.bincount().clamp(min=1)[boxes])
 
 
-def draw_locations(assigned: Tensor, most: int) -> Positives:
-    """Draw at most `most` of the locations of each box."""
+def draw_locations(assigned: Tensor, limit: int) -> Positives:
+    """Draw at most `limit` of the locations of each box."""
     locations, boxes, _ = positives_of(assigned)
     drawn = torch.randperm(len(boxes)).to(boxes.device)
     drawn = drawn[boxes[drawn].argsort(stable=True)]  # box by box, in random order within a box
     first = boxes.bincount().cumsum(0) - boxes.bincount()
     number = torch.arange(len(drawn), device=drawn.device) - first[boxes[drawn]]  # within its box
     kept = torch.full_like(assigned, BACKGROUND)
-    chosen = drawn[number < most]
+    chosen = drawn[number < limit]
     kept[locations[chosen]] = boxes[chosen]
     return positives_of(kept)
 

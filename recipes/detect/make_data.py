@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=int, default=800, help="training images (default: 800)")
     parser.add_argument("--val", type=int, default=200, help="held-out images (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="for all random draws (default: 0)")
-    given = parser.parse_args(arguments)
-    if min(given.train, given.val) < 1 or given.seed < 0:
+    options = parser.parse_args(arguments)
+    if min(options.train, options.val) < 1 or options.seed < 0:
         parser.error("--train and --val must be at least 1, and --seed at least 0")
-    parts = zip(("train", "val"), (given.train, given.val), read_digits(), strict=True)
+    parts = zip(("train", "val"), (options.train, options.val), read_digits(), strict=True)
     for number, (part, images, digits) in enumerate(parts):
-        draw = np.random.default_rng([given.seed, number])
-        write(given.directory, part, images, digits.images.numpy(), digits.labels.numpy(), draw)
+        draw = np.random.default_rng([options.seed, number])
+        write(options.directory, part, images, digits.images.numpy(), digits.labels.numpy(), draw)
 
 
 def write(
@@ -105,7 +105,7 @@ def canvas(
             other.visible &= ~covered
         placed.append(Placed(int(labels[chosen]), covered, covered.copy()))
         drawn = draw.uniform(size=(COLORS, 3))
-        distances = [min(np.linalg.norm(one - other) for other in colors) for one in drawn]
+        distances = [min(np.linalg.norm(color - other) for other in colors) for color in drawn]
         colors.append(drawn[np.argmax(distances)])
         pixels = pixels + ink[..., None] * (colors[-1] - pixels)
     return (pixels * 255).round().astype(np.uint8), placed
@@ -121,7 +121,7 @@ def place(
         ink = np.zeros(size)
         ink[top : top + side, left : left + side] = enlarged(digit, (side, side))
         free = ink <= 1 / 2
-        if all((one.visible & free).sum() >= VISIBLE * one.covered.sum() for one in placed):
+        if all((other.visible & free).sum() >= VISIBLE * other.covered.sum() for other in placed):
             return ink
     return None
 

@@ -65,9 +65,9 @@ class Detector(nn.Module):
         self.distance_scales = nn.Parameter(torch.ones(len(self.strides)))
         mask_tower = tower(settings.width, settings.mask_width, settings.tower)
         self.mask_branch = nn.Sequential(*mask_tower, nn.Conv2d(settings.mask_width, CHANNELS, 1))
-        for one in (self.class_head, self.distance_head, self.centerness_head, self.control_head):
-            nn.init.normal_(one.weight, std=0.01)
-            nn.init.zeros_(one.bias)
+        for layer in (self.class_head, self.distance_head, self.centerness_head, self.control_head):
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
         nn.init.constant_(self.class_head.bias, -math.log((1 - PRIOR) / PRIOR))
 
     @property
@@ -77,16 +77,16 @@ class Detector(nn.Module):
 
     def forward(self, images: Tensor) -> Outputs:
         finest, *_ = levels = self.pyramid(self.backbone(images))
-        found = []
+        level_outputs = []
         for level, stride, scale in zip(levels, self.strides, self.distance_scales, strict=True):
             for_class, for_box = self.class_tower(level), self.box_tower(level)
             exponents = (scale * self.distance_head(for_box).float()).clamp(max=LARGEST_EXPONENT)
             distances, centerness = exponents.exp() * stride, self.centerness_head(for_box)
             maps = (self.class_head(for_class), distances, centerness, for_box)
             points = grid_points(*level.shape[2:], stride, images.device)
-            flat = [one.flatten(2).transpose(1, 2) for one in maps]
-            found.append((*flat, points, torch.full_like(points[:, 0], stride)))
-        *maps, points, strides = zip(*found, strict=True)
+            flat = [output_map.flatten(2).transpose(1, 2) for output_map in maps]
+            level_outputs.append((*flat, points, torch.full_like(points[:, 0], stride)))
+        *maps, points, strides = zip(*level_outputs, strict=True)
         class_logits, distances, centerness, features = (torch.cat(levels, 1) for levels in maps)
         return Outputs(
             class_logits,
@@ -122,10 +122,10 @@ class ResNet(nn.Module):
             inputs = width
 
     def forward(self, images: Tensor) -> dict[int, Tensor]:
-        x, found = self.stem(images), {}
+        x, features = self.stem(images), {}
         for stride, stage in zip(self.widths, self.stages, strict=True):
-            found[stride] = x = stage(x)
-        return found
+            features[stride] = x = stage(x)
+        return features
 
 
 class Block(nn.Module):
@@ -192,8 +192,8 @@ class Pyramid(nn.Module):
 
 def convolution(inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> list[nn.Module]:
     """Make a convolution that divides sizes by `stride`, and its norm."""
-    most = min(MOST_GROUPS, max(1, outputs // LEAST_CHANNELS_PER_GROUP))
-    groups = next(number for number in range(most, 0, -1) if outputs % number == 0)
+    largest = min(MOST_GROUPS, max(1, outputs // LEAST_CHANNELS_PER_GROUP))
+    groups = next(number for number in range(largest, 0, -1) if outputs % number == 0)
     convolved = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return [convolved, nn.GroupNorm(groups, outputs)]
 

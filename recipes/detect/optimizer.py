@@ -31,8 +31,8 @@ class Schedule(NamedTuple):
 def make_schedule(settings: OptimizerSettings, batch_size: int) -> Schedule:
     """Scale the schedule from its reference batch size to `batch_size`."""
     scale = batch_size / settings.reference_batch_size
-    given = (settings.steps, settings.warmup_steps, *settings.decay_steps)
-    steps, warmup_steps, *decay_steps = (max(1, round(number / scale)) for number in given)
+    unscaled = (settings.steps, settings.warmup_steps, *settings.decay_steps)
+    steps, warmup_steps, *decay_steps = (max(1, round(number / scale)) for number in unscaled)
     return Schedule(settings.learning_rate * scale, steps, warmup_steps, tuple(decay_steps))
 
 
@@ -52,7 +52,9 @@ def make_optimizer(
     """Make SGD with momentum or AdamW; biases, norms and scales do not decay."""
     groups = [
         {
-            "params": [one for one in model.parameters() if (one.ndim > 1) == decays],
+            "params": [
+                parameter for parameter in model.parameters() if (parameter.ndim > 1) == decays
+            ],
             "weight_decay": settings.weight_decay if decays else 0.0,
         }
         for decays in (True, False)

@@ -45,22 +45,25 @@ def picture(
 
     `names` has the names of the categories by id.
     """
-    cards = [card(image, some, names) for image, some in zip(images, predictions, strict=True)]
+    cards = [
+        card(image, image_predictions, names)
+        for image, image_predictions in zip(images, predictions, strict=True)
+    ]
     return grid(cards, min(COLUMNS, len(cards)), -(-len(cards) // COLUMNS))
 
 
 def card(image: Image.Image, predictions: Predictions, names: Mapping[int, str]) -> Image.Image:
     """Draw an image with tinted masks, boxes, and the predicted classes."""
-    shown = [prediction for prediction in predictions if prediction["score"] >= LEAST_SCORE]
+    confident = [prediction for prediction in predictions if prediction["score"] >= LEAST_SCORE]
     pixels = np.array(image)
-    for number, prediction in enumerate(shown):
+    for number, prediction in enumerate(confident):
         inside = rle.decode(prediction["segmentation"]).astype(bool)
         pixels[inside] = (pixels[inside] + COLORS[number % len(COLORS)]) // 2
     scale = SIDE // max(image.size) or SIDE / max(image.size)
     size = round(image.width * scale), round(image.height * scale)
     made = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(made)
-    for number, prediction in enumerate(shown):
+    for number, prediction in enumerate(confident):
         color = tuple(COLORS[number % len(COLORS)].tolist())
         left, top, width, height = (scale * side for side in prediction["bbox"])
         draw.rectangle((left, top, left + width, top + height), outline=color, width=2)

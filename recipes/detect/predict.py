@@ -63,10 +63,10 @@ def predictions_of(
         outputs.strides[locations],
     )
     masks = (
-        full_mask(one, stride // UPSAMPLING, (height, width), original).cpu().numpy()
-        for one in logits
+        full_mask(instance_logits, stride // UPSAMPLING, (height, width), original).cpu().numpy()
+        for instance_logits in logits
     )
-    found = zip(labels.tolist(), scores.tolist(), boxes.tolist(), masks, strict=True)
+    detections = zip(labels.tolist(), scores.tolist(), boxes.tolist(), masks, strict=True)
     return [
         {
             "image_id": entry["id"],
@@ -75,7 +75,7 @@ def predictions_of(
             "score": score,
             "segmentation": encoded(mask),
         }
-        for label, score, (left, top, right, bottom), mask in found
+        for label, score, (left, top, right, bottom), mask in detections
     ]
 
 

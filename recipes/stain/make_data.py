@@ -40,16 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
     size = "height and width of a tile, in pixels (default: 128)"
     parser.add_argument("--size", type=int, default=128, help=size)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     image = immunohistochemistry()  # uint8 [512, 512, 3]
     largest = int(len(image) * HELD_OUT)
-    if not 1 <= given.size <= largest:
-        parser.error(f"--size must be 1 to {largest}, got {given.size}")
-    if any(given.directory.glob("*/*.png")):
-        parser.error(f"{given.directory} has strips already; expected a new folder")
-    counts = write_strips(stains(image), given.directory, given.size)
+    if not 1 <= options.size <= largest:
+        parser.error(f"--size must be 1 to {largest}, got {options.size}")
+    if any(options.directory.glob("*/*.png")):
+        parser.error(f"{options.directory} has strips already; expected a new folder")
+    counts = write_strips(stains(image), options.directory, options.size)
     strips = f"{counts['train']} strips in train/, {counts['val']} in val/"
-    print(f"{given.directory}: {strips}; modalities='[hematoxylin, dab]'")
+    print(f"{options.directory}: {strips}; modalities='[hematoxylin, dab]'")
 
 
 def stains(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:

@@ -166,15 +166,15 @@ def _down(settings: ModelSettings, widths: list[int], level: int) -> nn.Sequenti
 
 def _up(settings: ModelSettings, widths: list[int], level: int) -> nn.Sequential:
     innermost = level == len(widths) - 1
-    given = widths[level] if innermost else 2 * widths[level]  # with the skip connection
+    inputs = widths[level] if innermost else 2 * widths[level]  # with the skip connection
     if level == 0:
-        up = nn.ConvTranspose2d(given, COLORS, 4, stride=2, padding=1)
+        up = nn.ConvTranspose2d(inputs, COLORS, 4, stride=2, padding=1)
         return nn.Sequential(nn.ReLU(), up, nn.Tanh())
-    made = widths[level - 1]
-    up = nn.ConvTranspose2d(given, made, 4, stride=2, padding=1, bias=has_bias(settings))
-    widest = made == MOST_WIDTHS * settings.width and not innermost
+    outputs = widths[level - 1]
+    up = nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1, bias=has_bias(settings))
+    widest = outputs == MOST_WIDTHS * settings.width and not innermost
     dropout = nn.Dropout(settings.dropout if widest else 0.0)
-    return nn.Sequential(nn.ReLU(), up, norm(settings, made), dropout)
+    return nn.Sequential(nn.ReLU(), up, norm(settings, outputs), dropout)
 
 
 class PatchGAN(nn.Sequential):
@@ -184,11 +184,11 @@ class PatchGAN(nn.Sequential):
         width = settings.discriminator_width
         layers = [nn.Conv2d(2 * COLORS, width, 4, stride=2, padding=1), nn.LeakyReLU(SLOPE)]
         for level in range(1, settings.discriminator_layers + 1):
-            given, made = (width * min(2**number, MOST_WIDTHS) for number in (level - 1, level))
+            inputs, outputs = (width * min(2**number, MOST_WIDTHS) for number in (level - 1, level))
             stride = 2 if level < settings.discriminator_layers else 1
-            down = nn.Conv2d(given, made, 4, stride=stride, padding=1, bias=has_bias(settings))
-            layers += [down, norm(settings, made), nn.LeakyReLU(SLOPE)]
-        super().__init__(*layers, nn.Conv2d(made, 1, 4, padding=1))
+            down = nn.Conv2d(inputs, outputs, 4, stride=stride, padding=1, bias=has_bias(settings))
+            layers += [down, norm(settings, outputs), nn.LeakyReLU(SLOPE)]
+        super().__init__(*layers, nn.Conv2d(outputs, 1, 4, padding=1))
 
 
 def weighted_sum(weights: tuple[float, ...], tensors: list[Tensor]) -> Tensor:
@@ -235,16 +235,16 @@ def seg_weights(settings: Settings) -> tuple[float, ...]:
 
 
 def weights_for(
-    name: str, given: tuple[float, ...] | None, settings: Settings
+    name: str, weights: tuple[float, ...] | None, settings: Settings
 ) -> tuple[float, ...]:
     """Return a weight per modality and one more; by default equal ones that sum to 1."""
     expected = len(settings.modalities) + 1
-    if given is None:
+    if weights is None:
         return (1 / expected,) * expected
-    if len(given) != expected:
+    if len(weights) != expected:
         numbers = f"{expected} numbers, one per modality and one more"
-        raise SettingsError(f"{name} must be {numbers}, got {list(given)}")
-    return given
+        raise SettingsError(f"{name} must be {numbers}, got {list(weights)}")
+    return weights
 
 
 def check_sizes(settings: Settings) -> None:

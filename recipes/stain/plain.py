@@ -96,9 +96,9 @@ def evaluate(settings: Settings, generators: nn.Module, strips: Strips) -> dict[
         with autocast(settings.precision):
             l1 += score(generators, batch)["l1"].item() * len(batch)  # the last one may be shorter
     generators.train()
-    found = {name: metric.compute().cpu() for name, metric in score.metrics.items()}
-    by_class = dice_scores(found.pop("dice"))
-    values = {name: value.item() for name, value in found.items()}
+    computed = {name: metric.compute().cpu() for name, metric in score.metrics.items()}
+    by_class = dice_scores(computed.pop("dice"))
+    values = {name: value.item() for name, value in computed.items()}
     return {"l1": l1 / len(strips), **values, **by_class}
 
 

@@ -34,15 +34,15 @@ def evaluate(
     squared error over all pixels, `dice_positive` and `dice_negative` count the pixels of all
     strips, `dice` is their mean, and `l1` is the smooth L1 distance in [-1, 1].
     """
-    found = run.evaluate(
+    scores = run.evaluate(
         Scores(settings.modalities),
         generators,
         strips,
         lane_share(run, settings),
         loader_workers=settings.data.loader_workers,
     )
-    dice = found.pop("dice")
-    return {**found, **dice_scores(dice)}
+    dice = scores.pop("dice")
+    return {**scores, **dice_scores(dice)}
 
 
 def dice_scores(dice: Tensor) -> dict[str, float]:
@@ -136,11 +136,11 @@ def sheet(truth: NDArray[np.uint8], made: NDArray[np.uint8]) -> NDArray[np.uint8
 
 def log_sheets(run: ss.Run, settings: Settings, generators: nn.Module, strips: Strips) -> None:
     """Record pictures of the first held-out strips."""
-    some = Subset(strips, range(min(settings.shown, len(strips))))
-    if not len(some):
+    subset = Subset(strips, range(min(settings.shown, len(strips))))
+    if not len(subset):
         return
-    made = run.evaluate(made_from, generators, some, 1, gather=True)
+    made = run.evaluate(made_from, generators, subset, 1, gather=True)
     if made is None:  # only rank 0 gets them
         return
-    for path, strip, tiles in zip(strips.paths, some, made.numpy(), strict=False):
+    for path, strip, tiles in zip(strips.paths, subset, made.numpy(), strict=False):
         run.log_image(f"val-{path.stem}", sheet(pixels(strip).numpy(), tiles))

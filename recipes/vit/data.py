@@ -102,7 +102,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def _folder(data: DataSettings, model: ModelSettings, train: bool) -> Split:
-    root = _given(data)
+    root = _checked_path(data)
     if (root / "val_list.txt").exists():
         classes, names = model.classes, data.class_names
         items_of = partial(_listed_items, root, classes)
@@ -277,7 +277,7 @@ def _digits(data: DataSettings, model: ModelSettings) -> Split:
 
 
 def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
-    root = _given(data)
+    root = _checked_path(data)
     train, test = (
         (
             read_idx(root / f"{part}-images-idx3-ubyte.gz")[:, None] / 255,
@@ -301,7 +301,9 @@ def _in_memory(
         expected = f"model.channels={channels} and model.image_size={size}"
         got = f"{model.channels} and {model.image_size}"
         raise ImageError(f"{data.source} needs {expected}, got {got}")
-    train_images, test_images = (normalized(one, data.mean, data.std) for one, _ in (train, test))
+    train_images, test_images = (
+        normalized(images, data.mean, data.std) for images, _ in (train, test)
+    )
     augmented = ImageTensors(train_images, train[1], transform if data.augment else None)
     return Split(augmented, ImageTensors(test_images, test[1]), len(train[1].unique()))
 
@@ -320,7 +322,7 @@ def read_idx(path: Path) -> Tensor:
     return torch.from_numpy(pixels.copy())
 
 
-def _given(data: DataSettings) -> Path:
+def _checked_path(data: DataSettings) -> Path:
     if data.path is None:
         raise ImageError(f"data.source={data.source} needs data.path")
     return data.path

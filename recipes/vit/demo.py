@@ -33,7 +33,7 @@ def main(changes: Sequence[str]) -> None:
     """Run the demonstration with changed settings, in a new directory under runs/."""
     directory = Path("runs") / time.strftime("digits-%Y%m%d-%H%M%S")
     script, settings = (os.path.relpath(HERE / name) for name in ("train.py", "digits.yaml"))
-    given = [settings, *changes]
+    arguments = [settings, *changes]
 
     announce(
         "Train a Vision Transformer on two workers.",
@@ -41,12 +41,12 @@ def main(changes: Sequence[str]) -> None:
         "-n",
         2,
         script,
-        *given,
+        *arguments,
         "--dir",
         directory,
     )
     start = time.perf_counter()
-    trained = ss.launch(train.main, [*given, "--dir", str(directory)], workers=2)
+    trained = ss.launch(train.main, [*arguments, "--dir", str(directory)], workers=2)
     print(f"trained in {time.perf_counter() - start:.0f} s")
 
     announce("Evaluate it on one worker.", "run", "-n", 1, script, "--eval", "--dir", directory)
@@ -58,7 +58,7 @@ def main(changes: Sequence[str]) -> None:
     print("\nShow held-out digits, mistakes first.", flush=True)
     ss.launch(show, directory, workers=1)
 
-    verify = ("verify", "-n", "1,2", "--steps", 3, script, *given)
+    verify = ("verify", "-n", "1,2", "--steps", 3, script, *arguments)
     announce("Verify: train with one worker and with two, and compare every bit.", *verify)
     samestep(*verify)
 

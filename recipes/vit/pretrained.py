@@ -54,20 +54,21 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     another number of classes, the model keeps its own. Raises `PretrainedError` that lists every
     other parameter that is missing, unexpected or of another shape.
     """
-    given, own = read_parameters(path), model.state_dict()
+    saved, state = read_parameters(path), model.state_dict()
     done = [f"loaded {path}"]
-    if POSITIONS in given and given[POSITIONS].shape[1] != own[POSITIONS].shape[1]:
-        old, new = given[POSITIONS].shape[1], own[POSITIONS].shape[1]
+    if POSITIONS in saved and saved[POSITIONS].shape[1] != state[POSITIONS].shape[1]:
+        old, new = saved[POSITIONS].shape[1], state[POSITIONS].shape[1]
         done.append(f"position embedding resized from {old} to {new} tokens")
-        given[POSITIONS] = resized_positions(given[POSITIONS], new)
-    if any(name not in given or len(given[name]) != len(own[name]) for name in HEAD):
-        classes = f"{len(given[HEAD[0]])} classes" if HEAD[0] in given else "none"
-        done.append(f"head not loaded: it has {len(own[HEAD[0]])} classes, the file has {classes}")
-        given |= {name: own[name] for name in HEAD}
-    differences = _differences(given, own)
+        saved[POSITIONS] = resized_positions(saved[POSITIONS], new)
+    if any(name not in saved or len(saved[name]) != len(state[name]) for name in HEAD):
+        classes = f"{len(saved[HEAD[0]])} classes" if HEAD[0] in saved else "none"
+        size = len(state[HEAD[0]])
+        done.append(f"head not loaded: it has {size} classes, the file has {classes}")
+        saved |= {name: state[name] for name in HEAD}
+    differences = _differences(saved, state)
     if differences:
         raise PretrainedError(f"{path} does not fit the model:\n  " + "\n  ".join(differences))
-    model.load_state_dict(given)
+    model.load_state_dict(saved)
     return "; ".join(done)
 
 
@@ -119,19 +120,19 @@ def resized_positions(positions: Tensor, tokens: int) -> Tensor:
     return torch.cat([positions[:, :1].float(), grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
 
 
-def _differences(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    left_over = sorted(given.keys() - own.keys())
+def _differences(saved: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    left_over = sorted(saved.keys() - state.keys())
     lines = []
-    for name in own:
-        if name not in given:
+    for name in state:
+        if name not in saved:
             near = difflib.get_close_matches(name, left_over, n=1)
             hint = f"; the nearest name in the file is {near[0]}" if near else ""
             lines.append(f"{name} is missing{hint}")
-        elif given[name].shape != own[name].shape:
-            expected, got = tuple(own[name].shape), tuple(given[name].shape)
+        elif saved[name].shape != state[name].shape:
+            expected, got = tuple(state[name].shape), tuple(saved[name].shape)
             lines.append(f"{name} must have shape {expected}, got {got}")
     for name in left_over:
-        near = difflib.get_close_matches(name, own, n=1)
+        near = difflib.get_close_matches(name, state, n=1)
         hint = f"; the nearest name there is {near[0]}" if near else ""
         lines.append(f"{name} is not in the model{hint}")
     return lines

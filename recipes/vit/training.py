@@ -120,10 +120,12 @@ def make_optimizer(
     Biases, norms, class token and position embedding do not decay.
     """
     parameters = dict(model.named_parameters())
-    decayed = {name for name, one in parameters.items() if one.ndim > 1} - NEVER_DECAYED
+    decayed = {name for name, parameter in parameters.items() if parameter.ndim > 1} - NEVER_DECAYED
     groups = [
         {
-            "params": [one for name, one in parameters.items() if (name in decayed) == decays],
+            "params": [
+                parameter for name, parameter in parameters.items() if (name in decayed) == decays
+            ],
             "weight_decay": settings.weight_decay if decays else 0.0,
         }
         for decays in (True, False)

@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
     "scale": Command("samestep.tools.scale", "measure a script's scaling and predict larger runs"),
-    "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
+    "doctor": Command("samestep.tools.doctor.command", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
 }
@@ -42,27 +42,27 @@ EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed t
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's arguments) and return its exit status."""
     overview = _overview()
-    given = overview.parse_args(argv)
-    if given.command == "help":  # `samestep help`, `samestep help COMMAND`
-        given.command, given.arguments = next(iter(given.arguments), None), ["--help"]
-    if given.command is None:
+    parsed = overview.parse_args(argv)
+    if parsed.command == "help":  # `samestep help`, `samestep help COMMAND`
+        parsed.command, parsed.arguments = next(iter(parsed.arguments), None), ["--help"]
+    if parsed.command is None:
         overview.print_help()
         return 0
-    if given.command not in COMMANDS:
-        overview.error(f"unknown command {given.command!r}{_meant(given.command, COMMANDS)}")
-    command = COMMANDS[given.command]
+    if parsed.command not in COMMANDS:
+        overview.error(f"unknown command {parsed.command!r}{_meant(parsed.command, COMMANDS)}")
+    command = COMMANDS[parsed.command]
     module = import_module(command.module)
     parser = _Parser(
-        prog=f"samestep {given.command}",
+        prog=f"samestep {parsed.command}",
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         allow_abbrev=False,
     )
     module.add_arguments(parser)
     # flags between positional arguments; commands that run a script leave the rest to it
-    is_mixed = given.command == "snapshots"
+    is_mixed = parsed.command == "snapshots"
     parse = parser.parse_intermixed_args if is_mixed else parser.parse_args
     try:
-        status: int = module.main(parse(given.arguments))
+        status: int = module.main(parse(parsed.arguments))
     except SamestepError as error:
         title = colored("error:", RED, sys.stderr)
         print(f"samestep: {title} {error}", file=sys.stderr)  # noqa: T201  stderr may be None
@@ -93,9 +93,9 @@ def _set_environment() -> None:
     (tcache), such blocks rarely settle behind large gradients, which then find the same place in
     every step. Variables that are set remain.
     """
-    given = sys.argv[1:]
-    is_this_process = sys.orig_argv[len(sys.orig_argv) - len(given) :] == given
-    is_launcher = given[:1] and given[0] in LAUNCHING and is_this_process
+    arguments = sys.argv[1:]
+    is_this_process = sys.orig_argv[len(sys.orig_argv) - len(arguments) :] == arguments
+    is_launcher = arguments[:1] and arguments[0] in LAUNCHING and is_this_process
     if is_launcher and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=2")
@@ -108,16 +108,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flags = re.findall(r"--[\w-]+", message)
-        known = set(re.findall(r"--[\w-]+", self.format_help()))
-        unknown = [flag for flag in flags if flag not in known]
-        super().error(message + (_meant(unknown[0], known) if unknown else ""))
+        valid_flags = set(re.findall(r"--[\w-]+", self.format_help()))
+        unknown = [flag for flag in flags if flag not in valid_flags]
+        super().error(message + (_meant(unknown[0], valid_flags) if unknown else ""))
 
 
-def _meant(text: str, known: Iterable[str]) -> str:
+def _meant(text: str, names: Iterable[str]) -> str:
     from difflib import get_close_matches  # only for errors: importing it takes 2 ms
 
-    found = get_close_matches(text, known, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = get_close_matches(text, names, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _overview() -> argparse.ArgumentParser:

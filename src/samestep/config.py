@@ -180,8 +180,8 @@ class Config:
         if self.dir is not None:
             return
         resume = self.resume if is_url(self.resume) else None
-        given = {"remote": self.remote, "transfer": self.transfer, "resume": resume}
-        for name, value in given.items():
+        options = {"remote": self.remote, "transfer": self.transfer, "resume": resume}
+        for name, value in options.items():
             if value is not None:
                 raise ConfigError(f"{name}={value!r} requires dir, where snapshots are saved first")
         sinks = ",".join(self.sinks or ())
@@ -246,7 +246,7 @@ def merge(
     values = {name: _converted(name, value) for name, value in arguments.items()}
     for name, text in (os.environ if environment is None else environment).items():
         if name.startswith(PREFIX) and not name.startswith(PREFIX + "INTERNAL_") and name != TOKEN:
-            option_name = _known(name.removeprefix(PREFIX).lower(), name)
+            option_name = _checked_name(name.removeprefix(PREFIX).lower(), name)
             values[option_name] = parse(option_name, text, name)
     config = Config(**values)
     if is_complete:
@@ -271,7 +271,7 @@ def parse(option_name: str, text: str, given_as: str) -> Any:
 
 
 def _converted(name: str, value: Any) -> Any:
-    types = _types(_known(name, name))
+    types = _types(_checked_name(name, name))
     if isinstance(value, str):
         return parse(name, value, name)
     if Path in types and isinstance(value, os.PathLike):
@@ -289,8 +289,8 @@ def _converted(name: str, value: Any) -> Any:
     return value
 
 
-def _known(name: str, given_as: str) -> str:
-    names = [one.name for one in fields(Config)]
+def _checked_name(name: str, given_as: str) -> str:
+    names = [option.name for option in fields(Config)]
     if name not in names:
         hint = _suggestion(name, names) or f"; the options are {', '.join(names)}"
         raise ConfigError(f"{given_as} is not an option of samestep{hint}")

@@ -72,50 +72,57 @@ class Evaluation:
         self._blocks = blocks = -(-size // batch_size)
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
-        self._own = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
+        self._own_blocks = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
         self._torchmetrics: dict[str, Any] = {}  # move between devices if they are used again
 
     def means(self, fn: LossFn, model: Any, count: Count | None) -> dict[str, Any]:
         """Return means over all samples (or items that `count` counts) and values of metrics."""
-        # scalars stay on the device until every block has been started
+        # Per block: items, scalars and metrics. Scalars are tensors of one element or floats; they
+        # stay on the device until every block has been started.
         blocks = [
             (int(count(block.batch)) if count else block.samples(), *self._results(returned))
             for block, returned in self._outputs(fn, model)
         ]
         values = [value for _, scalars, _ in blocks for value in scalars.values()]
-        read = chain.from_iterable(read_together([one for one in values if _is_tensor(one)]))
-        own = [
+        # float64 values of the tensors, in the order of `values`
+        read = chain.from_iterable(read_together([value for value in values if _is_tensor(value)]))
+        own_results = [
             (
                 items,
-                {name: next(read) if _is_tensor(one) else one for name, one in scalars.items()},
-                sorted(metrics),
+                {
+                    name: next(read) if _is_tensor(value) else value
+                    for name, value in scalars.items()
+                },
+                sorted(metrics),  # JSON holds only their names; `merged_values` sends the metrics
             )
             for items, scalars, metrics in blocks
         ]
-        gathered = self._check.exchange(own, "gathering results of an evaluation")
-        everyone = list(chain.from_iterable(gathered))
-        results = [LaneResult(0, 0, items, scalars) for items, scalars, _ in everyone if items]
+        gathered = self._check.compare(own_results, "gathering results of an evaluation")
+        all_results = list(chain.from_iterable(gathered))  # by block: ranks hold consecutive blocks
+        results = [LaneResult(0, 0, items, scalars) for items, scalars, _ in all_results if items]
         if not results:
             raise EvaluationError("count must return at least 1 item over the data set, got 0")
-        expected = everyone[0][2]
-        for number, (_, _, names) in enumerate(everyone):
+        expected = all_results[0][2]
+        for number, (_, _, names) in enumerate(all_results):
             if names != expected:
                 raise EvaluationError(
                     f"fn must return the same metrics for every block, got {expected} for block 0 "
                     f"and {names} for block {number}"
                 )
         metrics = [block[2] for block in blocks]
-        merged = merged_values(self._world, self._own, self._blocks, metrics) if expected else {}
+        merged = (
+            merged_values(self._world, self._own_blocks, self._blocks, metrics) if expected else {}
+        )
         return unique(Means(results), merged)
 
     def outputs(self, fn: LossFn, model: Any) -> Any:
         """Return the outputs of all samples in data set order on rank 0, None elsewhere."""
-        own: list[Any] = []
+        own_outputs: list[Any] = []  # per block, on the CPU: parts [samples, ...] or lists
         begun: deque[tuple[Block, Callable[[], Any]]] = deque()
 
         def end_first() -> None:
             block, end = begun.popleft()
-            own.append(_checked(end(), block))
+            own_outputs.append(_checked(end(), block))
 
         for block, output in self._outputs(fn, model):
             begun.append((block, begin_to_host(output)))
@@ -123,22 +130,25 @@ class Evaluation:
                 end_first()
         while begun:
             end_first()
-        self._check.exchange(None, "comparing the data of an evaluation")
-        gathered = self._world.gather_object(own, "gathering outputs of an evaluation")
+        # All workers compare their data, but only rank 0 gets the outputs.
+        self._check.compare(None, "comparing the data of an evaluation")
+        gathered = self._world.gather_object(own_outputs, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
 
     def _outputs(self, fn: LossFn, model: Any) -> Iterator[tuple[Block, Any]]:
         """Yield (block, what `fn` returned) for each of this worker's blocks."""
         lanes, replicas, size = self._lanes, self._lanes.replicas, self._block_size
         seed, samples = lanes.config.seed, range(self._size)
-        spans = {number: samples[number * size : (number + 1) * size] for number in self._own}
+        spans = {
+            number: samples[number * size : (number + 1) * size] for number in self._own_blocks
+        }
         requests = [
             Request(f"block {number} of an evaluation", span, key(seed, "evaluate fetch", number))
             for number, span in spans.items()
         ]
         use = self._check.begin(self._dataset, len(samples), "an evaluation")
         is_due = use.is_due(use.earlier)
-        if is_due:
+        if is_due:  # the first answer is then digests, not a batch
             requests.insert(0, compared(use, use.earlier))
         batches = load(
             self._dataset,
@@ -153,10 +163,12 @@ class Evaluation:
             self._check.add(use, use.earlier, next(batches)[0], again)
         replicas.refresh()
         with evaluating(model), torch.no_grad(), lanes.keep_casts():
+            # a model without replicas stays on the first device
             turns = cycle(replicas.holding(model))
             for (number, span), loaded in zip(spans.items(), batches, strict=True):
                 replica = next(turns)
                 data, planned = loaded if isinstance(loaded, Incomplete) else (loaded, len(span))
+                # parts [samples, ...], or what collate_fn makes of a block's samples
                 batch = replica.copier.begin(data)()
                 block = Block(number, data, planned, self._is_exact)  # not on a GPU, to count it
                 if batch is None:
@@ -246,11 +258,11 @@ def _scalar(name: str, value: Any) -> Any:
 def _checked(output: Any, block: Block) -> Any:
     """Return the output of a block if each part of it has one entry per sample."""
     samples = block.planned
-    with suppress(DataError):
+    with suppress(DataError):  # a batch that cannot be counted has the planned number
         samples = block.samples()
     parts = output.values() if isinstance(output, dict) else output
     for part in parts if isinstance(output, (dict, tuple)) else [output]:
-        is_scalar = isinstance(part, torch.Tensor) and part.ndim == 0
+        is_scalar = isinstance(part, torch.Tensor) and part.ndim == 0  # len() of one raises
         length = len(part) if hasattr(part, "__len__") and not is_scalar else None
         if length != samples:
             raise EvaluationError(
@@ -264,7 +276,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
     """Join the outputs of blocks along samples, each part of a dict or tuple separately."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(outputs))
+        return torch.cat(list(outputs))  # [samples of all blocks, ...]
     if isinstance(first, dict):
         return {name: _joined([output[name] for output in outputs]) for name in first}
     if isinstance(first, tuple):

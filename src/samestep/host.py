@@ -98,9 +98,9 @@ def raise_file_limit() -> None:
     avoid. A worker has a connection to every other worker.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def colored(text: str, color: int, stream: TextIO | None, *, is_terminal: bool = False) -> str:
@@ -218,8 +218,8 @@ def read_file(path: str | Path) -> str | None:
 def available_bytes(read: Read = read_file) -> int | None:
     """Return the bytes available without swapping and within all limits, None if unknown."""
     kilobytes = parse_numbers(read("/proc/meminfo")).get("MemAvailable")
-    found = [None if kilobytes is None else 1024 * kilobytes, memory_left(read)]
-    return min((count for count in found if count is not None), default=None)
+    byte_counts = [None if kilobytes is None else 1024 * kilobytes, memory_left(read)]
+    return min((count for count in byte_counts if count is not None), default=None)
 
 
 def memory_left(read: Read = read_file) -> int | None:

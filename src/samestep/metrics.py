@@ -79,9 +79,9 @@ def copied(metric: Metric) -> Metric:
 
 
 def merged_values(
-    world: World, own: range, blocks: int, metrics: Sequence[dict[str, Metric]]
+    world: World, own_blocks: range, blocks: int, metrics: Sequence[dict[str, Metric]]
 ) -> dict[str, Any]:
-    """Return the values of metrics over all blocks; `metrics` are those of this worker's `own`.
+    """Return the values of metrics over all blocks; `metrics` are those of `own_blocks`.
 
     Metrics are merged along the tree over the number of blocks: first this worker's subtrees, then
     the rest on rank 0, whose values all workers get. All workers must have the same names.
@@ -90,11 +90,13 @@ def merged_values(
     def block(span: Span) -> dict[str, Metric] | None:
         if span[1] - span[0] > 1:
             return None
-        return {name: copied(metric) for name, metric in metrics[span[0] - own.start].items()}
+        return {
+            name: copied(metric) for name, metric in metrics[span[0] - own_blocks.start].items()
+        }
 
     parts: Any
     try:
-        parts = {span: tree_sum(span, block, _merge) for span in subtrees(own, blocks)}
+        parts = {span: tree_sum(span, block, _merge) for span in subtrees(own_blocks, blocks)}
     except EvaluationError as error:  # raised on every worker
         parts = error
     data = _to_bytes({} if world.rank == 0 else parts)
@@ -103,10 +105,10 @@ def merged_values(
     if gathered is not None:
         try:
             spans: dict[Span, dict[str, Metric]] = {}
-            for some in (parts, *map(_from_bytes, gathered[1:])):
-                if isinstance(some, EvaluationError):
-                    raise some
-                spans |= some
+            for worker_parts in (parts, *map(_from_bytes, gathered[1:])):
+                if isinstance(worker_parts, EvaluationError):
+                    raise worker_parts
+                spans |= worker_parts
             values = _values(tree_sum((0, blocks), spans.get, _merge))
         except EvaluationError as error:
             values = error

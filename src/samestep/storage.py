@@ -105,10 +105,10 @@ class Storage:
     """
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
-        if (shown := _PASSWORD.sub("://***@", url)) != url:
+        if (safe_url := _PASSWORD.sub("://***@", url)) != url:
             raise ConfigError(
                 "expected a URL without a password, since records and messages show the URL, "
-                f"got {shown}; put credentials into the files or variables of the storage's "
+                f"got {safe_url}; put credentials into the files or variables of the storage's "
                 "library, or into fsspec's configuration"
             )
         self.url = url.rstrip("/")
@@ -168,8 +168,8 @@ class Storage:
                 return list(files.ls(target.rstrip("/"), detail=True))
             return []
 
-        found = self._try("list", folder, entries)
-        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+        listing = self._try("list", folder, entries)
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listing}
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file."""

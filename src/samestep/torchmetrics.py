@@ -107,12 +107,12 @@ class TorchMetrics:
 def _modules(metric: Any) -> list[Any]:
     """Return a torchmetrics object and all modules in it, even those in plain lists and dicts."""
     kinds = _kinds("Metric", "MetricCollection")
-    found: dict[int, torch.nn.Module] = {}
+    modules: dict[int, torch.nn.Module] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, torch.nn.Module):
-            if id(value) not in found:
-                found[id(value)] = value
+            if id(value) not in modules:
+                modules[id(value)] = value
                 inside = [each for name, each in vars(value).items() if name != "_modules"]
                 for each in (*value.children(), *(inside if isinstance(value, kinds) else ())):
                     visit(each)
@@ -121,7 +121,7 @@ def _modules(metric: Any) -> list[Any]:
                 visit(each)
 
     visit(metric)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _metrics(modules: Sequence[Any]) -> list[Any]:

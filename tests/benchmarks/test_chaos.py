@@ -35,10 +35,12 @@ def test_a_run_under_faults_ends_like_an_undisturbed_one(tmp_path, expected, hos
         needs("mkfs.ext4")
     if hosts > 1:
         needs("ip")
-        needs("permission to make network namespaces", found=os.geteuid() == 0)
-    one = Round(hosts, 1, len(kinds), EPOCHS, longest=2.0, only=kinds)
-    result = chaos(tmp_path, one, expected, log=print)
-    assert {name: len(some) for name, some in result["seconds"].items()} == dict.fromkeys(kinds, 1)
+        needs("permission to make network namespaces", is_present=os.geteuid() == 0)
+    chaos_round = Round(hosts, 1, len(kinds), EPOCHS, longest=2.0, only=kinds)
+    result = chaos(tmp_path, chaos_round, expected, log=print)
+    assert {name: len(durations) for name, durations in result["seconds"].items()} == dict.fromkeys(
+        kinds, 1
+    )
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -53,12 +55,15 @@ def test_a_campaign_continues_after_the_rounds_in_its_log(tmp_path, monkeypatch,
     monkeypatch.setattr(module, "undisturbed", lambda *_: None)
     seeds = []
 
-    def broken(_folder, one, _expected, **_):
-        seeds.append(one.seed)
-        if one.seed == 1:
+    def broken(_folder, chaos_round, _expected, **_):
+        seeds.append(chaos_round.seed)
+        if chaos_round.seed == 1:
             raise ChaosError("other bits")
         sample = Resources(memory=1, threads=2, files=3)
-        return {"seconds": {"kill": [0.5, 0.25 * one.seed]}, "resources": [(9, sample, sample)]}
+        return {
+            "seconds": {"kill": [0.5, 0.25 * chaos_round.seed]},
+            "resources": [(9, sample, sample)],
+        }
 
     monkeypatch.setattr(module, "chaos", broken)
     rounds = [Round(1, seed, 2, 1) for seed in range(3)]

@@ -56,7 +56,7 @@ def test_an_ideal_link_trains_and_sends_all_gradients_in_each_step(
     monkeypatch.setenv(HOSTS, str(hosts))
     monkeypatch.setenv("WORLD_SIZE", "1")
     job = SMALL["layers"]
-    nbytes = itemsize * sum(one.numel() for one in job.build().model.parameters())
+    nbytes = itemsize * sum(parameter.numel() for parameter in job.build().model.parameters())
     figures = CONTENDERS[name].train(job)
     assert figures["samples_a_second"] == pytest.approx(SAMPLES / (nbytes / rate), rel=1e-2)
     assert figures["loss"] == pytest.approx(plain_loss("layers"), rel=1e-5)

@@ -45,14 +45,16 @@ def test_batches_hold_every_sample_once(way, monkeypatch):
 
 def test_each_round_starts_with_another_contender():
     order = []
-    found = in_turn({name: lambda name=name: order.append(name) or len(order) for name in "abc"}, 3)
+    positions = in_turn(
+        {name: lambda name=name: order.append(name) or len(order) for name in "abc"}, 3
+    )
     assert "".join(order) == "abcbcacab"
-    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+    assert positions == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
 
 
 def test_a_table_compares_the_first_contender_with_its_best_peer_round_by_round():
-    found = {"ours": [2.0, 3.0], "slow": [9.0, 9.0], "fast": [4.0, 2.0], "floor": [1.0, 1.0]}
-    text = table("seconds", {"one": found, "two": {"ours": [5.0, 6.0]}}, no_peers=["floor"])
+    seconds = {"ours": [2.0, 3.0], "slow": [9.0, 9.0], "fast": [4.0, 2.0], "floor": [1.0, 1.0]}
+    text = table("seconds", {"one": seconds, "two": {"ours": [5.0, 6.0]}}, no_peers=["floor"])
     assert text.splitlines()[0] == "| seconds | ours | slow | fast | floor | ours / best peer |"
     assert text.splitlines()[2].endswith("| 1.00 (1.00 to 1.00) | 1.00 (0.50 to 1.50) of fast |")
     assert text.splitlines()[3] == "| two | 5.50 (5.00 to 6.00) |  |  |  |  |"

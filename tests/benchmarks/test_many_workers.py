@@ -15,8 +15,8 @@ def measured(size, per_host, *, real):
 
     def body():
         many_workers.prepare()
-        found = many_workers.measure(size, per_host, real=real, heartbeats_seconds=SECONDS)
-        child.send(found)
+        figures = many_workers.measure(size, per_host, real=real, heartbeats_seconds=SECONDS)
+        child.send(figures)
 
     process = get_context("fork").Process(target=body)
     process.start()

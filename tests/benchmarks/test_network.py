@@ -19,7 +19,7 @@ def _killed_run():
     needs("ip")
     needs("tc")
     made = subprocess.run(["ip", "netns", "add", "samestep-bench-0-1"], check=False)
-    needs("permission to make network namespaces", found=made.returncode == 0)
+    needs("permission to make network namespaces", is_present=made.returncode == 0)
 
 
 @pytest.mark.usefixtures("_killed_run")

@@ -272,20 +272,20 @@ def process_or_error(environment):
 
 
 def test_any_environment_gives_a_valid_process_or_an_error_with_advice():
-    chance, found = random.Random(5), Counter()
+    chance, counts = random.Random(5), Counter()
     for _ in range(50_000):
         environment = any_environment(chance)
         process, error = process_or_error(environment)
         if error:
             assert any(name in error for name in environment)
             assert "; " in error
-            found["error"] += 1
+            counts["error"] += 1
         else:
             assert 0 <= process.local_rank < process.local_world_size <= process.world_size
             assert process.local_rank <= process.rank < process.world_size
             assert process.started_by == "alone" or 0 < process.port < 2**16
-            found[process.started_by] += 1
-    assert found.keys() == {
+            counts[process.started_by] += 1
+    assert counts.keys() == {
         "error",
         "alone",
         "samestep",
@@ -295,7 +295,7 @@ def test_any_environment_gives_a_valid_process_or_an_error_with_advice():
         "submitit",
         "kubernetes",
     }
-    assert min(found.values()) > 100
+    assert min(counts.values()) > 100
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.text(), min_size=1))

@@ -65,8 +65,8 @@ def test_a_step_on_one_host_uses_the_loopback():
     ],
 )
 def test_local_workers_are_counted_node_by_node(text, workers):
-    given = {**TASK, "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "n07"}
-    nodes = [{**given, "SLURM_NODEID": str(node)} for node in range(len(workers) + 1)]
+    environment = {**TASK, "SLURM_STEP_TASKS_PER_NODE": text, "MASTER_ADDR": "n07"}
+    nodes = [{**environment, "SLURM_NODEID": str(node)} for node in range(len(workers) + 1)]
     assert [find_process(node).local_world_size for node in nodes[:-1]] == workers
     with pytest.raises(
         ConfigError,

@@ -27,10 +27,10 @@ def channels():
         with Listener("127.0.0.1") as listener:
             first = connect(listener.address, listener.port, listener.secret, (3, 1), SECONDS)
             connections.append((first, listener.accept(SECONDS)[0]))
-    pair = [Channel(*some) for some in zip(*connections, strict=True)]
+    pair = [Channel(*sockets) for sockets in zip(*connections, strict=True)]
     yield pair
-    for one in pair:
-        one.close()
+    for channel in pair:
+        channel.close()
 
 
 def values(number, elements=LARGE // 4, dtype=torch.float32):
@@ -45,17 +45,17 @@ def test_tensors_are_received_by_key_in_whatever_order_they_are_awaited(channels
     awaited = [keys[3], keys[0], keys[2], keys[1]]
     received = [{key: torch.full((elements,), -1.0).to(dtype) for key in awaited} for _ in channels]
     transfers = [
-        (one, one.receive(key, into[key]))
-        for one, into in zip(channels, received, strict=True)
+        (channel, channel.receive(key, into[key]))
+        for channel, into in zip(channels, received, strict=True)
         for key in awaited
     ]
-    for which, one in enumerate(channels):
+    for which, channel in enumerate(channels):
         transfers += [
-            (one, one.send(key, values(10 * which + n, elements, dtype)))
+            (channel, channel.send(key, values(10 * which + n, elements, dtype)))
             for n, key in enumerate(keys)
         ]
-    for one, transfer in transfers:
-        one.wait(transfer, SECONDS)
+    for channel, transfer in transfers:
+        channel.wait(transfer, SECONDS)
     for which, into in enumerate(received):
         for n, key in enumerate(keys):
             assert torch.equal(into[key], values(10 * (1 - which) + n, elements, dtype))
@@ -124,13 +124,13 @@ def test_a_tensor_of_another_size_is_an_error(channels):
 
 @pytest.mark.parametrize("size", [0, 1, MESSAGE_BYTES])
 def test_both_ends_send_a_message_before_they_receive_one(channels, size):
-    for number, one in enumerate(channels):
+    for number, channel in enumerate(channels):
         for data in (number, 2 + number):
-            one.send_message(torch.full((size,), data, dtype=torch.uint8))
-    for number, one in enumerate(channels):
+            channel.send_message(torch.full((size,), data, dtype=torch.uint8))
+    for number, channel in enumerate(channels):
         for data in (1 - number, 3 - number):
             received = torch.full((size,), 9, dtype=torch.uint8)
-            one.receive_message(received, SECONDS)
+            channel.receive_message(received, SECONDS)
             assert (received == data).all()
 
 
@@ -201,38 +201,38 @@ def test_only_the_process_with_the_key_is_accepted(monkeypatch):
         strangers = [socket.create_connection((listener.address, listener.port)) for _ in range(3)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         strangers[1].close()  # and one that says nothing
-        found = []
-        thread = threading.Thread(target=lambda: found.append(listener.accept(SECONDS)))
+        acceptances = []
+        thread = threading.Thread(target=lambda: acceptances.append(listener.accept(SECONDS)))
         thread.start()
-        known = connect(listener.address, listener.port, listener.secret, (7, 1), SECONDS)
+        client = connect(listener.address, listener.port, listener.secret, (7, 1), SECONDS)
         thread.join(SECONDS)
-        ((accepted, label),) = found
-        assert (accepted.getpeername(), label) == (known.getsockname(), (7, 1))
+        ((accepted, label),) = acceptances
+        assert (accepted.getpeername(), label) == (client.getsockname(), (7, 1))
         with pytest.raises(TimeoutError):
             listener.accept(0.1)
-        for one in (*strangers, accepted, known):
-            one.close()
+        for connection in (*strangers, accepted, client):
+            connection.close()
 
 
 @pytest.fixture
 def meshed():
     """Return the channels of three workers by rank, each by the rank of the other one."""
-    found = {rank: {} for rank in range(3)}
+    by_rank = {rank: {} for rank in range(3)}
     with Listener("127.0.0.1") as listener:
         for low, high in combinations(range(3), 2):
             ends = []
             for number in range(2):
-                own = connect(
+                client = connect(
                     listener.address, listener.port, listener.secret, (low, number), SECONDS
                 )
-                ends.append((own, listener.accept(SECONDS)[0]))
-            found[low][high], found[high][low] = (
-                Channel(*some) for some in zip(*ends, strict=True)
+                ends.append((client, listener.accept(SECONDS)[0]))
+            by_rank[low][high], by_rank[high][low] = (
+                Channel(*sockets) for sockets in zip(*ends, strict=True)
             )
-    yield found
-    for some in found.values():
-        for one in some.values():
-            one.close()
+    yield by_rank
+    for channels in by_rank.values():
+        for channel in channels.values():
+            channel.close()
 
 
 class Adder:
@@ -255,7 +255,7 @@ class Adder:
     def add(self):
         self.added_by.append(threading.current_thread().name)
         everything = [*self.received.values(), self.sums(self.rank)]
-        self.total.copy_(sum(one for some in everything for one in some))
+        self.total.copy_(sum(tensor for sums in everything for tensor in sums))
 
 
 def test_each_worker_adds_a_share_and_gets_the_totals_of_the_others(meshed):
@@ -265,25 +265,25 @@ def test_each_worker_adds_a_share_and_gets_the_totals_of_the_others(meshed):
     random.Random(0).shuffle(sent)
     for number, rank in sent:
         adders[number][rank].send()
-    for some in adders:
-        for one in some:
-            one.reduction.wait(SECONDS)
-            assert one.reduction.is_done()
-            assert len(one.added_by) == 1
-            everything = {**one.totals, one.rank: one.total}
+    for group in adders:
+        for adder in group:
+            adder.reduction.wait(SECONDS)
+            assert adder.reduction.is_done()
+            assert len(adder.added_by) == 1
+            everything = {**adder.totals, adder.rank: adder.total}
             for rank, total in everything.items():
                 assert total.item() == 222 * (rank + 1) + 3
 
 
 def test_a_share_is_added_before_anyone_waits_for_it(meshed):
     adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
-    for one in adders:
-        one.send()
+    for adder in adders:
+        adder.send()
     deadline = time.monotonic() + SECONDS
-    while not all(one.reduction.is_done() for one in adders):
+    while not all(adder.reduction.is_done() for adder in adders):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert any(name.startswith("samestep") for one in adders for name in one.added_by)
+    assert any(name.startswith("samestep") for adder in adders for name in adder.added_by)
 
 
 def test_nothing_is_added_before_a_worker_has_sent_its_own_sums(meshed):
@@ -294,11 +294,11 @@ def test_nothing_is_added_before_a_worker_has_sent_its_own_sums(meshed):
     while not all(transfer.is_done for _, transfer in first.reduction._sums):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert [one.added_by for one in adders] == [[], [], []]
+    assert [adder.added_by for adder in adders] == [[], [], []]
     first.send()
     assert first.added_by == ["MainThread"]
-    for one in adders:
-        one.reduction.wait(SECONDS)
+    for adder in adders:
+        adder.reduction.wait(SECONDS)
 
 
 def test_an_error_of_an_addition_is_that_of_waiting_for_it(meshed):
@@ -309,8 +309,8 @@ def test_an_error_of_an_addition_is_that_of_waiting_for_it(meshed):
         raise RuntimeError("no memory")
 
     adders[0].reduction._share = adders[0].reduction._share._replace(add=fail)
-    for one in adders:
-        one.send()
+    for adder in adders:
+        adder.send()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no memory"):
             adders[0].reduction.wait(SECONDS)
@@ -321,17 +321,17 @@ def test_a_worker_that_leaves_before_it_has_sent_its_sums_is_noticed_by_the_othe
     adders = [Adder(meshed[rank], rank, 1) for rank in range(2)]
     for channel in meshed[2].values():
         channel.close()
-    for one in adders:
-        one.send()
-    for one in adders:
+    for adder in adders:
+        adder.send()
+    for adder in adders:
         with pytest.raises(OSError, match=r"closed|reset|Broken|[Cc]onnection"):
-            one.reduction.wait(SECONDS)
+            adder.reduction.wait(SECONDS)
 
 
 def test_a_channel_may_be_idle_while_another_worker_is_awaited(meshed):
     adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
-    for one in adders[:2]:
-        one.send()
+    for adder in adders[:2]:
+        adder.send()
     later = threading.Thread(target=lambda: (time.sleep(2), adders[2].send()))
     later.start()
     adders[0].reduction.wait(2.5)  # the channel to worker 1 was idle for 2 s of them

@@ -85,24 +85,24 @@ def test_a_group_of_two_hosts_is_joined_by_a_new_group(model, monkeypatch, tmp_p
 
     expected = [(rank, 3, "Distributed", model) for rank in range(3)]
     local = [(0, 2), (1, 2), (0, 1)]
-    found = run_workers(body, 3)
-    assert found == [[pair, each, each, 3] for pair, each in zip(local, expected, strict=True)]
+    results = run_workers(body, 3)
+    assert results == [[pair, each, each, 3] for pair, each in zip(local, expected, strict=True)]
 
 
 def test_a_group_is_destroyed_and_made_again_at_the_same_address():
     port, destroyed = free_port(), get_context("fork").Barrier(2)
 
     def body():
-        rank, found = own_rank(), []
+        rank, gathered = own_rank(), []
         for _ in range(2):
             method = f"tcp://127.0.0.1:{port}"
             dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
             with ss.init(lanes=2) as run:
-                found.append(run.all_gather(run.rank))
+                gathered.append(run.all_gather(run.rank))
             dist.barrier()
             dist.destroy_process_group()
             destroyed.wait()  # a worker may not connect to the store that another is closing
-        return found
+        return gathered
 
     assert run_workers(body, 2) == [[[0, 1], [0, 1]]] * 2
 
@@ -179,7 +179,7 @@ def test_a_default_group_on_request_ends_with_the_run():
 
     alone, two = run_workers(body, 1), run_workers(body, 2)
     expected = [False, True, True, False]
-    assert [found[:2] for found in alone + two] == [(expected, 1), (expected, 2), (expected, 2)]
+    assert [outcome[:2] for outcome in alone + two] == [(expected, 1), (expected, 2), (expected, 2)]
     assert alone[0][2:] == two[0][2:] == two[1][2:]
 
 
@@ -206,21 +206,21 @@ def test_a_mean_over_the_group_is_that_of_the_workers():
     def body():
         with ss.init(lanes=4, process_group=True) as run:
             model = run.replicate(nn.Linear(64, 10))
-            found = []
+            pairs = []
             for batch in run.batches(images(24), 8, epochs=1):
-                mine = torch.stack([loss(model, lane) for lane in batch]).mean()
+                own_loss = torch.stack([loss(model, lane) for lane in batch]).mean()
                 means = run.backward(loss, model, batch)
-                reduced = reduce_tensor(mine.detach(), dist.get_world_size())
-                found.append((float(reduced), means["loss"]))
-        return found
+                reduced = reduce_tensor(own_loss.detach(), dist.get_world_size())
+                pairs.append((float(reduced), means["loss"]))
+        return pairs
 
     def loss(model, lane):
         return lane[1].float().square().mean() + 0 * model.weight.sum()  # exact in float32
 
     for workers in (1, 2, 4):
-        for found in run_workers(body, workers):
-            assert len(found) == 3
-            assert all(reduced == mean for reduced, mean in found)
+        for pairs in run_workers(body, workers):
+            assert len(pairs) == 3
+            assert all(reduced == mean for reduced, mean in pairs)
 
 
 def test_sync_batch_norm_on_cpus_is_batch_norm_and_refused_in_a_group():

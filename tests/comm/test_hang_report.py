@@ -50,18 +50,18 @@ def report_on(*beats, size=2):
     ],
 )
 def test_a_responsive_worker_is_reported_with_its_stack(beat, cause):
-    found = report_on(beat)
-    headline, where, stack, waiting, likely = found.text.splitlines()
+    report = report_on(beat)
+    headline, where, stack, waiting, likely = report.text.splitlines()
     assert (
         headline
-        == found.headline
+        == report.headline
         == "timed out after 60 s waiting for worker 1: worker 0 was exchanging losses at step 7"
     )
     assert where.startswith(f"worker 1 (host a, process {os.getpid()}): at step 6 for 2.")
     assert stack.strip() in {"here", 'File "torch/utils/data/dataloader.py"'}
     assert waiting == f"worker 0 (host a, process {os.getpid()}): waiting"
     assert likely.startswith(f"likely cause: {cause}")
-    assert not found.is_retryable
+    assert not report.is_retryable
 
 
 def test_an_unresponsive_worker_is_reported_with_the_state_of_its_process():
@@ -83,7 +83,7 @@ def test_an_unresponsive_worker_is_reported_with_the_state_of_its_process():
     assert "it does not respond;" in elsewhere.text
     assert "it does not respond;" in report_on(silent).text  # it runs, but publishes nothing
     assert "it has left the run;" in left.text
-    assert [found.is_retryable for found in (stopped, ended, elsewhere, left)] == [
+    assert [report.is_retryable for report in (stopped, ended, elsewhere, left)] == [
         True,
         True,
         True,
@@ -92,23 +92,23 @@ def test_an_unresponsive_worker_is_reported_with_the_state_of_its_process():
 
 
 def test_a_worker_that_never_published_its_status_is_reported():
-    found = report_on(replace(WAITING, rank=2), size=4)
+    report = report_on(replace(WAITING, rank=2), size=4)
     assert (
-        found.headline == "timed out after 60 s waiting for workers 1 and 3: "
+        report.headline == "timed out after 60 s waiting for workers 1 and 3: "
         "workers 0 and 2 were exchanging losses at step 7"
     )
-    assert "worker 3: never reported its status" in found.text
-    assert found.is_retryable
+    assert "worker 3: never reported its status" in report.text
+    assert report.is_retryable
 
 
 def test_the_network_is_the_likely_cause_if_all_make_the_same_call():
-    found = report_on(replace(WAITING, rank=1))
+    report = report_on(replace(WAITING, rank=1))
     assert (
-        found.headline == "timed out after 60 s: "
+        report.headline == "timed out after 60 s: "
         "workers 0 and 1 were exchanging losses at step 7 and waited for each other"
     )
     assert (
-        "likely cause: all workers made the same call, and the network between them" in found.text
+        "likely cause: all workers made the same call, and the network between them" in report.text
     )
 
 
@@ -121,8 +121,8 @@ def test_every_worker_is_in_the_headline_once(others):
     beats = [
         replace(beat, rank=rank) for rank, beat in enumerate(others, start=1) if beat is not None
     ]
-    found = report_hang(WAITING, beats, 1 + len(others), 60.0)
-    first = found.text.splitlines()[0]
+    report = report_hang(WAITING, beats, 1 + len(others), 60.0)
+    first = report.text.splitlines()[0]
     assert sorted(int(word) for word in re.split(r"[ ,:]+", first) if word.isdigit()) == sorted(
         [*range(1 + len(others)), 60, 7]
     )

@@ -40,41 +40,41 @@ def body_of(data):
 
 
 def test_messages_pass_both_ways_in_order(seals):
-    one, other = seals
+    near, far = seals
     for message in ({"a": 1}, {}, {"text": "é\n", "none": None}):
-        assert other.open(body_of(one.seal(message))) == message
-        assert one.open(body_of(other.seal(message))) == message
+        assert far.open(body_of(near.seal(message))) == message
+        assert near.open(body_of(far.seal(message))) == message
 
 
 @pytest.mark.parametrize(
     "fault", ["changed", "repeated", "left out", "sent back", "cut", "of another connection"]
 )
 def test_any_frame_but_the_next_of_the_other_end_is_refused(seals, fault):
-    one, other = seals
-    first, second = body_of(one.seal({"a": 1})), body_of(one.seal({"a": 2}))
+    near, far = seals
+    first, second = body_of(near.seal({"a": 1})), body_of(near.seal({"a": 2}))
     if fault == "repeated":
-        other.open(first)
+        far.open(first)
     if fault == "of another connection":
-        other = Seal(TOKEN, bytes(2 * NONCE_BYTES), coordinator=False)
+        far = Seal(TOKEN, bytes(2 * NONCE_BYTES), coordinator=False)
     if fault == "sent back":
-        other = one
+        far = near
     wrong = {"changed": first[:-1] + b"]", "left out": second, "cut": first[:20]}.get(fault, first)
     with pytest.raises(ValueError, match="MAC"):
-        other.open(wrong)
+        far.open(wrong)
 
 
 def test_frames_are_complete_however_the_stream_is_cut():
     random = Random(0)
     bodies = [random.randbytes(random.randrange(100)) for _ in range(50)]
     stream = b"".join(map(frame, bodies))
-    frames, found = Frames(HELLO_BYTES), []
+    frames, received = Frames(HELLO_BYTES), []
     while stream:
         size = random.randrange(1, 40)
         frames.feed(stream[:size])
         stream = stream[size:]
         while (body := frames.next()) is not None:
-            found.append(body)
-    assert found == bodies
+            received.append(body)
+    assert received == bodies
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_arrives():

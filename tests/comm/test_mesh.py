@@ -145,13 +145,14 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
 
 def test_workers_that_make_different_calls_are_named():
     def body(world):
-        mine, other = ("sending", "receiving")[:: 1 if world.rank == 0 else -1]
+        own_call, other_call = ("sending", "receiving")[:: 1 if world.rank == 0 else -1]
         with pytest.raises(
             WorldError,
-            match=f"worker {world.rank} was {mine} while worker {1 - world.rank} was {other}; ",
+            match=f"worker {world.rank} was {own_call} "
+            f"while worker {1 - world.rank} was {other_call}; ",
         ):
-            world.barrier(mine)
-        with pytest.raises(WorldError, match=f"an earlier call failed, while {mine}"):
+            world.barrier(own_call)
+        with pytest.raises(WorldError, match=f"an earlier call failed, while {own_call}"):
             world.barrier("going on")
 
     in_processes(2, body)

@@ -38,11 +38,11 @@ def test_all_receive_what_each_sends(cases):
     def body(world):
         ranks = range(world.size)
         for sizes in cases:
-            own = sizes[world.rank]
-            assert world.all_gather_bytes(bytes_of(world.rank, own), "gathering") == [
+            own_size = sizes[world.rank]
+            assert world.all_gather_bytes(bytes_of(world.rank, own_size), "gathering") == [
                 bytes_of(rank, sizes[rank]) for rank in ranks
             ]
-            gathered = world.gather_bytes(bytes_of(world.rank, own), "gathering")
+            gathered = world.gather_bytes(bytes_of(world.rank, own_size), "gathering")
             assert gathered == (
                 [bytes_of(rank, sizes[rank]) for rank in ranks] if world.rank == 0 else None
             )

@@ -55,7 +55,7 @@ def test_a_process_that_exits_has_no_unclosed_sockets():
 
 def own_addresses():
     """Return this host's IPv4 addresses that others can reach."""
-    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     return [
         entry.address
         for entry in entries
@@ -133,13 +133,13 @@ def test_a_missing_key_is_an_error_after_the_timeout(store):
 
 def test_a_key_that_is_set_later_is_waited_for(store):
     other = store.clone()
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(other.get("late")))
+    values = []
+    waiting = threading.Thread(target=lambda: values.append(other.get("late")))
     waiting.start()
     store.set("early", "")
     store.set("late", "first")
     waiting.join()
-    assert found == [b"first"]
+    assert values == [b"first"]
 
 
 def test_threads_share_a_connection(member):
@@ -194,14 +194,14 @@ def test_worlds_leave_one_connection_to_the_coordinator(member):
         os.environ.update(variables(member, os.environ["RANK"]))
 
         def connections():
-            found = psutil.Process().net_connections("tcp")
-            return sum(one.raddr == member.address for one in found)
+            tcp_connections = psutil.Process().net_connections("tcp")
+            return sum(connection.raddr == member.address for connection in tcp_connections)
 
         inherited, counts = connections(), []
         for _ in range(2):
-            found = rendezvous(find_process(os.environ), 60.0, share=False)
+            meeting = rendezvous(find_process(os.environ), 60.0, share=False)
             with gloo_interface("127.0.0.1"):
-                world = Distributed(found, cuda=False)
+                world = Distributed(meeting, cuda=False)
             counts.append(connections() - inherited)
             world.close()
             counts.append(connections() - inherited)
@@ -304,14 +304,14 @@ def clients(request, store):
 @pytest.fixture
 def requests(monkeypatch):
     """Return the names of the requests that clients make."""
-    found = []
+    methods = []
     request = StoreClient._request
     monkeypatch.setattr(
         StoreClient,
         "_request",
-        lambda self, method, *args: found.append(method) or request(self, method, *args),
+        lambda self, method, *args: methods.append(method) or request(self, method, *args),
     )
-    return found
+    return methods
 
 
 def test_values_of_many_keys_are_read_in_two_requests_plus_some_for_each_missing_one(

@@ -193,12 +193,12 @@ def test_a_signed_object_cannot_be_replayed_or_moved():
         world.signing_key = b"key"
         signed = world._sign(b"data", world.rank, world.barriers, "first")
         for call in ("first", "second"):
-            own = signed if call == "first" or world.rank == 1 else b""
+            sent = signed if call == "first" or world.rank == 1 else b""
             if world.rank == 0 and call == "second":
                 with pytest.raises(WorldError, match="refused an object from worker 1"):
-                    world.gather_signed(own, call)
+                    world.gather_signed(sent, call)
             else:
-                world.gather_bytes(own, call)
+                world.gather_bytes(sent, call)
         with pytest.raises(WorldError):
             world._verify(signed, 1 - world.rank, 0, "first")
         return world._verify(signed, world.rank, 0, "first")
@@ -305,7 +305,7 @@ def stop_before(module, name):
 
 PHASES = {
     "opening": lambda: stop_before(store, "connect_to_master"),
-    "exchanging": lambda: stop_before(rendezvous, "_exchange_infos"),
+    "exchanging": lambda: stop_before(rendezvous, "_gather_infos"),
     "making the group": lambda: stop_before(distributed.dist, "init_process_group"),
 }
 

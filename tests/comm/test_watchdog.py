@@ -194,10 +194,10 @@ def test_another_worker_publishes_for_a_host_s_first_one_that_is_stopped():
 
 def test_samples_of_other_hosts_reach_the_worker_that_writes_the_record():
     def body(world):
-        share, found = world.status.share_sample, []
+        share, samples = world.status.share_sample, []
         others = [1] if world.rank == 0 else []
-        while world.rank == 0 and found != [{"cpu": 1}]:
-            found = share({"cpu": 0}, others)
+        while world.rank == 0 and samples != [{"cpu": 1}]:
+            samples = share({"cpu": 0}, others)
         if world.rank == 1:
             assert share({"cpu": 1}, others) == []
         world.barrier("sampling")

@@ -74,9 +74,9 @@ def conforms(world):
 
 def bytes_of_any_length(world):
     for length in LENGTHS:
-        for own in (length * (world.rank + 1), length if world.rank == world.size - 1 else 2):
-            data = bytes([65 + world.rank]) * own
-            lengths = world.all_gather_object(own, "gathering lengths")
+        for nbytes in (length * (world.rank + 1), length if world.rank == world.size - 1 else 2):
+            data = bytes([65 + world.rank]) * nbytes
+            lengths = world.all_gather_object(nbytes, "gathering lengths")
             expected = [bytes([65 + rank]) * lengths[rank] for rank in range(world.size)]
             assert world.all_gather_bytes(data, "gathering bytes") == expected
             gathered = world.gather_bytes(data, "gathering bytes")
@@ -89,22 +89,22 @@ def json_keeps_bits(world):
         "floats": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan],
         "text": "\u20ac\x00",
     }
-    everyone = world.all_gather_json(value, "gathering JSON")
-    assert [repr(other) for other in everyone] == [
+    gathered = world.all_gather_json(value, "gathering JSON")
+    assert [repr(other) for other in gathered] == [
         repr({**value, "rank": rank}) for rank in range(world.size)
     ]
 
 
 def objects(world):
-    own = {world.rank: (1, {2}, b"3"), "tensor": torch.full((2, 3), world.rank)}
-    for everyone in (
-        world.all_gather_object(own, "gathering objects"),
-        world.gather_object(own, "gathering objects"),
+    own_value = {world.rank: (1, {2}, b"3"), "tensor": torch.full((2, 3), world.rank)}
+    for gathered in (
+        world.all_gather_object(own_value, "gathering objects"),
+        world.gather_object(own_value, "gathering objects"),
     ):
-        if everyone is None:
+        if gathered is None:
             assert world.rank > 0
             continue
-        for rank, other in enumerate(everyone):
+        for rank, other in enumerate(gathered):
             assert other[rank] == (1, {2}, b"3")
             assert torch.equal(other["tensor"], torch.full((2, 3), rank))
     assert world.broadcast_object(f"from {world.rank}", "sharing an object") == "from 0"
@@ -117,13 +117,15 @@ def objects(world):
 def bytes_are_transferred(world):
     """Every worker but the last sends to all higher ranks; the sizes differ."""
     for size in (0, 1, PIECE_BYTES + 1):
-        own = torch.full((size * (world.rank + 1),), world.rank, dtype=torch.uint8)
+        own_bytes = torch.full((size * (world.rank + 1),), world.rank, dtype=torch.uint8)
         received = {
             rank: torch.full((size * (rank + 1),), 77, dtype=torch.uint8)
             for rank in range(world.rank)
         }
         world.transfer(
-            dict.fromkeys(range(world.rank + 1, world.size), own), received, "transferring bytes"
+            dict.fromkeys(range(world.rank + 1, world.size), own_bytes),
+            received,
+            "transferring bytes",
         )
         for rank, part in received.items():
             assert torch.equal(part, torch.full((size * (rank + 1),), rank, dtype=torch.uint8))
@@ -132,12 +134,12 @@ def bytes_are_transferred(world):
 def tensors_are_gathered(world):
     for dtype in DTYPES:
         for size in (0, 1, 1000):
-            own = torch.full((size,), world.rank % 2, dtype=dtype)
+            own_part = torch.full((size,), world.rank % 2, dtype=dtype)
             out = torch.full((world.size * size,), 3, dtype=dtype)
             expected = torch.cat(
                 [torch.full((size,), rank % 2, dtype=dtype) for rank in range(world.size)]
             )
-            world.all_gather(out, own, "gathering tensors")
+            world.all_gather(out, own_part, "gathering tensors")
             assert torch.equal(out, expected)
             out[: world.rank * size], out[(world.rank + 1) * size :] = 3, 3
             world.all_gather(
@@ -174,12 +176,12 @@ def memory_is_shared_inside_hosts(world):
     assert world.host in world.hosts
     for nbytes in (0, 1, 100_000):
         buffers = world.shared(nbytes)
-        own = buffers[world.host.index(world.rank)]
+        own_buffer = buffers[world.host.index(world.rank)]
         assert [(buffer.dtype, buffer.shape, int(buffer.sum())) for buffer in buffers] == [
             (torch.uint8, (nbytes,), 0)
         ] * len(world.host)
         world.barrier("reading zeros")
-        own.fill_(world.rank + 1)
+        own_buffer.fill_(world.rank + 1)
         world.barrier("writing")
         assert [buffer.tolist() for buffer in buffers] == [
             [rank + 1] * nbytes for rank in world.host
@@ -218,8 +220,8 @@ def test_every_world_conforms(launch, workers):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_staged_world_conforms(workers):
-    found = in_processes(workers, lambda world: conforms(HostMemoryWorld(world)))
-    assert found == list(range(workers))
+    ranks = in_processes(workers, lambda world: conforms(HostMemoryWorld(world)))
+    assert ranks == list(range(workers))
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])
@@ -257,16 +259,16 @@ def large_exchanges_may_overlap(world):
         sizes = [PIECE_BYTES // 4 + 7 * rank * number for rank in range(world.size)]
         # values differ between pieces, exchanges and workers
         every = torch.arange(sum(sizes)) // 1000 + 1000.0 * number
-        own = every + 10_000 * world.rank
+        own_values = every + 10_000 * world.rank
         first = sum(sizes[: world.rank])
         part = every[first : first + sizes[world.rank]]
         expected = torch.cat([part + 10_000 * rank for rank in range(world.size)])
         out, out_sizes = torch.empty_like(expected), [len(part)] * world.size
-        end = world.begin_all_to_all(out, out_sizes, own, sizes, "exchanging much")
+        end = world.begin_all_to_all(out, out_sizes, own_values, sizes, "exchanging much")
         started.append((end, out, expected))
     gathered = torch.empty(world.size, PIECE_BYTES)
-    own = torch.full((PIECE_BYTES,), float(world.rank))
-    world.all_gather(gathered.view(-1), own, "gathering much")
+    own_values = torch.full((PIECE_BYTES,), float(world.rank))
+    world.all_gather(gathered.view(-1), own_values, "gathering much")
     assert torch.equal(gathered, torch.arange(world.size).view(-1, 1).expand_as(gathered).float())
     for end, out, expected in reversed(started):
         end()
@@ -292,16 +294,16 @@ def test_large_messages_are_sent_in_pieces(monkeypatch):
         sent.clear()
         sizes = [0, 2 * PIECE_BYTES + 4] if world.rank == 0 else [PIECE_BYTES, 0]
         out = torch.empty(PIECE_BYTES if world.rank == 0 else 2 * PIECE_BYTES + 4)
-        own = torch.ones(sum(sizes))
+        own_values = torch.ones(sum(sizes))
         world.all_to_all(
-            out, [len(out) * (rank != world.rank) for rank in range(2)], own, sizes, ""
+            out, [len(out) * (rank != world.rank) for rank in range(2)], own_values, sizes, ""
         )
-        world.all_gather(torch.empty(2 * PIECE_BYTES), own[:PIECE_BYTES], "gathering")
+        world.all_gather(torch.empty(2 * PIECE_BYTES), own_values[:PIECE_BYTES], "gathering")
         return sent
 
     # a small rest is divided among the pieces
     sizes = [7 * [PIECE_BYTES + 4] + [PIECE_BYTES - 12], 4 * [PIECE_BYTES]]
-    assert on_hosts(2, 2, body) == [found + 4 * [PIECE_BYTES] for found in sizes]
+    assert on_hosts(2, 2, body) == [pieces + 4 * [PIECE_BYTES] for pieces in sizes]
 
 
 def test_channels_show_their_progress_with_large_tensors_in_pieces(monkeypatch):
@@ -310,7 +312,7 @@ def test_channels_show_their_progress_with_large_tensors_in_pieces(monkeypatch):
 
     def body(world):
         send, sent = Channel.send, []
-        Channel.send = lambda self, key, one: (sent.append(one.nbytes), send(self, key, one))[1]
+        Channel.send = lambda self, key, part: (sent.append(part.nbytes), send(self, key, part))[1]
         gathered = torch.empty(3 * 1000)
         world.all_gather(gathered, torch.arange(1000.0) + 1000 * world.rank, "gathering")
         assert torch.equal(gathered, torch.arange(3000.0))
@@ -330,14 +332,14 @@ def swapped(world, elements):
         return torch.arange(elements) + 1000.0 * number + 10_000 * rank
 
     received = [[torch.empty(elements) for _ in range(3)] for _ in range(2)]
-    sends = [world.begin_swap(partner, some, "swapping") for some in received]
+    sends = [world.begin_swap(partner, tensors, "swapping") for tensors in received]
     world.barrier("sending other messages in between")
     ends = [send([values(world.rank, 3 * n + m) for m in range(3)]) for n, send in enumerate(sends)]
     for end in reversed([*ends[0], *ends[1]]):
         end.wait()
-    for n, some in enumerate(received):
-        for m, one in enumerate(some):
-            assert torch.equal(one, values(partner, 3 * n + m))
+    for n, tensors in enumerate(received):
+        for m, tensor in enumerate(tensors):
+            assert torch.equal(tensor, values(partner, 3 * n + m))
 
 
 @pytest.mark.parametrize("run", [in_threads, in_processes, functools.partial(on_hosts, 2)])

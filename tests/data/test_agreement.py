@@ -66,7 +66,7 @@ def train(dataset, *, epochs=1, loader_workers=0, hook=lambda epoch: None):
 
 def messages(outcomes):
     """Return the messages of all workers that were not ended before they could raise an error."""
-    errors = [one.error for one in outcomes if one.error is not None]
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert errors
     assert all(type(error) is ss.DataError for error in errors)
     return [str(error) for error in errors]
@@ -191,7 +191,7 @@ def test_data_that_differ_in_each_load_are_named_once():
 
 
 def test_a_sample_that_fails_is_reported_by_its_batch():
-    errors = [one.error for one in try_workers(lambda: train(Broken), 2)]
+    errors = [outcome.error for outcome in try_workers(lambda: train(Broken), 2)]
     assert isinstance(errors[1], ss.errors.LoaderError)
 
 
@@ -260,18 +260,18 @@ SAMPLE = {
 
 
 def test_digests_of_every_type():
-    shown = digest(SAMPLE)
-    assert shown["['image']"].startswith("torch.int64 [2, 3] ")
-    assert shown["['file']"] == "7.png"
-    assert shown["[3]"] == "list of 8, [0][1][2][3][4][5][6][7]"
-    kinds = [shown[f"[3][{number}]"] for number in range(8)]
+    digests = digest(SAMPLE)
+    assert digests["['image']"].startswith("torch.int64 [2, 3] ")
+    assert digests["['file']"] == "7.png"
+    assert digests["[3]"] == "list of 8, [0][1][2][3][4][5][6][7]"
+    kinds = [digests[f"[3][{number}]"] for number in range(8)]
     assert kinds[1:7] == ["None", "True", "b'raw'", "Color RED", "set of 2", "object"]
     assert [kinds[0][0], kinds[7][0]] == ["float", "float32 []"]
-    assert shown["['box'].left"] == "4"
-    assert shown["['pair'][0]"][0] == "torch.bfloat16 [2]"
-    assert shown["['pair'][1]"] == "object [1]"
-    assert shown["['sparse']"] == "torch.float32 [2, 2]"
-    assert len(shown["['text']"]) < 60
+    assert digests["['box'].left"] == "4"
+    assert digests["['pair'][0]"][0] == "torch.bfloat16 [2]"
+    assert digests["['pair'][1]"] == "object [1]"
+    assert digests["['sparse']"] == "torch.float32 [2, 2]"
+    assert len(digests["['text']"]) < 60
     assert len(digest([[number] for number in range(1000)])) == PARTS
 
 

@@ -250,21 +250,24 @@ def test_the_stream_of_a_lane_does_not_depend_on_the_worker(source):
             assert next(streams[lane]) == expected[lane][step]
     others = [LaneStream(source, "games", 0, seed=2), LaneStream(source, "others", 0, seed=1)]
     everything = [*expected.values(), *(items(other, 4) for other in others)]
-    assert len({draw for some in everything for item in some for draw in item[-1]}) == 3 * 4 * 6
-    assert len({some[0][1] for some in everything}) == 6
+    assert (
+        len({draw for lane_items in everything for item in lane_items for draw in item[-1]})
+        == 3 * 4 * 6
+    )
+    assert len({lane_items[0][1] for lane_items in everything}) == 6
 
 
 @SOURCES
 def test_a_stream_continues_from_its_state(source):
     stream = LaneStream(source, "games", 1, seed=0)
-    for given in (0, 1, 3):
-        whole = LaneStream(source, "games", 1, seed=0)
-        items(whole, given)
-        state = whole.state_dict()
+    for count in (0, 1, 3):
+        original = LaneStream(source, "games", 1, seed=0)
+        items(original, count)
+        state = original.state_dict()
         continued = LaneStream(source, "games", 1, seed=0)
         continued.load_state_dict(state)
-        assert items(continued, 3) == items(whole, 3)
-        assert continued.state_dict() == whole.state_dict()
+        assert items(continued, 3) == items(original, 3)
+        assert continued.state_dict() == original.state_dict()
     assert (stream.state_dict()["source"] is None) == (source is generator)
 
 
@@ -292,11 +295,11 @@ def test_a_step_takes_one_item_of_each_lane():
         lane: LaneStream(lambda lane: itertools.count(100 * lane), "numbers", lane, seed=0)
         for lane in (2, 3)
     }
-    taken = []
+    contents = []
     for batch in itertools.islice(stream_batches(streams, range(2, 4)), 4):
         assert batch.counts is None
-        taken.append(list(batch) if len(taken) % 2 == 0 else next(iter(batch)))
-    assert taken == [[200, 300], 201, [202, 302], 203]
+        contents.append(list(batch) if len(contents) % 2 == 0 else next(iter(batch)))
+    assert contents == [[200, 300], 201, [202, 302], 203]
 
 
 def test_batches_end_after_their_steps_without_an_extra_item():

@@ -166,15 +166,15 @@ def test_generators_of_collate_fn_and_loader_processes_are_seeded():
         return [*samples, rng.random()]
 
     rng = np.random.default_rng()
-    here, there = (loaded(Data(Compose(Flip())), [1, 2, 3], collate, n) for n in (0, 2))
-    assert here == there
+    in_worker, in_loaders = (loaded(Data(Compose(Flip())), [1, 2, 3], collate, n) for n in (0, 2))
+    assert in_worker == in_loaders
 
 
 def test_generators_get_different_seeds_and_their_states_back():
     pair = [np.random.default_rng(3), np.random.default_rng(3)]
     foreign = ForeignGenerators(dataset=pair)
-    one, other = foreign.draw(7, lambda: [rng.random() for rng in pair])
-    assert one != other
+    first, second = foreign.draw(7, lambda: [rng.random() for rng in pair])
+    assert first != second
     expected = np.random.default_rng(3).random()
     assert [rng.random() for rng in pair] == [expected, expected]
 

@@ -135,10 +135,10 @@ def test_samples_are_collated_as_in_torch_and_generators_are_unchanged():
 
 def assert_same_batches(dataset, indices):
     """Check that indexed samples equal those that torch collates one by one."""
-    (taken,) = loaded(dataset, requests_of(indices), 0)
+    (batch,) = loaded(dataset, requests_of(indices), 0)
     collated = default_collate([dataset[index] for index in indices])
-    assert type(taken) is type(collated)
-    for ours, theirs in zip(taken, collated, strict=True):
+    assert type(batch) is type(collated)
+    for ours, theirs in zip(batch, collated, strict=True):
         assert torch.equal(ours, theirs)
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
 
@@ -216,9 +216,9 @@ def test_loader_processes_do_not_garbage_collect_inherited_objects():
 
 @forks
 def test_loader_processes_fetch_the_given_number_of_requests_ahead():
-    taken = []
+    fetched = []
     requests = (
-        taken.append(request) or request
+        fetched.append(request) or request
         for request in requests_of(*[[index] for index in range(60)])
     )
     batches = load(
@@ -226,7 +226,7 @@ def test_loader_processes_fetch_the_given_number_of_requests_ahead():
     )
     next(batches)
     batches.close()
-    assert 13 <= len(taken) <= 16
+    assert 13 <= len(fetched) <= 16
 
 
 @forks

@@ -39,15 +39,15 @@ def plans(draw):
         weights = draw(st.lists(weight, min_size=size, max_size=size).filter(any))
         return lambda: WeightedPlan(size, batch_size, lanes, seed, weights=weights)
     indices = st.lists(st.integers(0, size - 1), min_size=1, max_size=60)
-    given = draw(indices)
-    order = given if draw(st.booleans()) else lambda epoch: np.roll(given, epoch)
+    epoch_order = draw(indices)
+    order = epoch_order if draw(st.booleans()) else lambda epoch: np.roll(epoch_order, epoch)
     return lambda: OrderedPlan(size, batch_size, lanes, seed, shuffle=False, order=order)
 
 
 def read_by(workers, plan):
     """Return the indices of each (epoch, step, lane) that the workers read for two epochs."""
     positions = list(itertools.product(range(2), range(plan.steps_per_epoch)))
-    found = {}
+    lane_indices = {}
     for rank in range(workers):
         batches = plan_batches(
             plan,
@@ -62,8 +62,8 @@ def read_by(workers, plan):
             pin_memory=False,
         )
         for position, batch in zip(positions, batches, strict=True):
-            found |= {(*position, lane): data for lane, data in batch.lane_batches()}
-    return found
+            lane_indices |= {(*position, lane): data for lane, data in batch.lane_batches()}
+    return lane_indices
 
 
 @given(plans())
@@ -84,9 +84,9 @@ def test_a_step_has_the_same_samples_at_any_number_of_workers(make):
 
 @given(plans(), LANES)
 def test_lanes_divide_a_batch_and_do_not_select_its_samples(make, lanes):
-    whole, other = make(), make()
+    plan, other = make(), make()
     other.lanes = lanes
-    assert [list(chain(*step)) for step in lane_batches(whole, 0)] == [
+    assert [list(chain(*step)) for step in lane_batches(plan, 0)] == [
         list(chain(*step)) for step in lane_batches(other, 0)
     ]
 
@@ -154,9 +154,9 @@ def test_only_the_ratios_of_weights_matter_and_zero_is_never_drawn(weights, seed
     def indices(weights):
         return WeightedPlan(len(weights), 64, 1, seed, weights=weights).indices(3, 0, 0).tolist()
 
-    found = indices(weights)
-    assert all(weights[index] for index in found)
-    assert indices([2.0**400 * weight for weight in weights]) == found
+    chosen = indices(weights)
+    assert all(weights[index] for index in chosen)
+    assert indices([2.0**400 * weight for weight in weights]) == chosen
     assert indices(np.array(weights)) == indices(torch.tensor(weights, dtype=torch.float64))
     assert indices([0.0, 5e-324, 0.0]) == [1, 1, 1]
 
@@ -197,12 +197,12 @@ def test_global_generators_are_seeded_for_the_epoch_and_restored():
 
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    found = epochs(OrderedPlan(20, 20, 1, 4, order=order))
+    orders = epochs(OrderedPlan(20, 20, 1, 4, order=order))
     assert torch.equal(before, torch.get_rng_state())
-    assert len({tuple(epoch) for epoch in found}) == 3
+    assert len({tuple(epoch) for epoch in orders}) == 3
     torch.manual_seed(2)
-    assert epochs(OrderedPlan(20, 20, 1, 4, order=order)) == found
-    assert epochs(OrderedPlan(20, 20, 1, 5, order=order)) != found
+    assert epochs(OrderedPlan(20, 20, 1, 4, order=order)) == orders
+    assert epochs(OrderedPlan(20, 20, 1, 5, order=order)) != orders
 
 
 def test_an_order_is_made_once_per_epoch():
@@ -324,16 +324,16 @@ def test_weights_of_rank_0_are_the_same_on_all_workers():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda given: WeightedPlan(len(given), 256, 4, 0, weights=given),
-        lambda given: OrderedPlan(len(given), 256, 4, 0, order=given),
+        lambda values: WeightedPlan(len(values), 256, 4, 0, weights=values),
+        lambda values: OrderedPlan(len(values), 256, 4, 0, order=values),
     ],
     ids=["weights", "order"],
 )
 def test_memory_is_8_bytes_per_entry(make):
-    given = np.arange(10**6)
+    values = np.arange(10**6)
     tracemalloc.start()
     try:
-        plan = make(given)
+        plan = make(values)
         plan.indices(0, plan.steps_per_epoch - 1, 3)
         kept, peak = tracemalloc.get_traced_memory()
     finally:

@@ -81,16 +81,16 @@ def test_huge_sizes_are_injective_within_range_and_take_no_memory(size):
 @given(size=st.integers(1, 5000), data=st.data())
 def test_positions_may_have_any_shape_and_order(size, data):
     permutation = Permutation(size, 3)
-    whole = permutation[np.arange(size)]
+    permuted = permutation[np.arange(size)]
     positions = np.asarray(
         data.draw(st.lists(st.integers(0, size - 1), max_size=12)), dtype=np.int64
     )
     shaped = positions[: len(positions) // 2 * 2].reshape(2, -1)
-    assert np.array_equal(permutation[positions], whole[positions])
-    assert np.array_equal(permutation[list(positions)], whole[positions])
-    assert np.array_equal(permutation[shaped], whole[shaped])
+    assert np.array_equal(permutation[positions], permuted[positions])
+    assert np.array_equal(permutation[list(positions)], permuted[positions])
+    assert np.array_equal(permutation[shaped], permuted[shaped])
     assert permutation[size - 1].shape == ()
-    assert int(permutation[size - 1]) == whole[-1]
+    assert int(permutation[size - 1]) == permuted[-1]
     assert len(permutation) == size
 
 
@@ -118,13 +118,13 @@ def test_a_span_equals_its_positions(size, permutation_key, data):
 
 def evaluations(monkeypatch):
     """Return a list that records the first position of each evaluation."""
-    found, evaluate = [], Permutation._evaluate
+    positions, evaluate = [], Permutation._evaluate
     monkeypatch.setattr(
         Permutation,
         "_evaluate",
-        lambda self, x, rounds: found.append(int(x[0])) or evaluate(self, x, rounds),
+        lambda self, x, rounds: positions.append(int(x[0])) or evaluate(self, x, rounds),
     )
-    return found
+    return positions
 
 
 def test_two_walks_through_one_order_evaluate_each_block_once(monkeypatch):

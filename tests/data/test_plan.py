@@ -66,10 +66,10 @@ def test_every_sample_is_used_once_an_epoch(size, batch_size, lanes, seed, epoch
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)
 def test_batches_do_not_depend_on_the_number_of_lanes(size, batch_size, lanes, seed):
     """Lanes divide a global batch; they do not select its samples."""
-    cut, whole = (
+    divided, undivided = (
         lane_batches(ShuffledPlan(size, batch_size, n, seed), epoch=3) for n in (lanes, 1)
     )
-    assert [list(chain(*step)) for step in cut] == [list(chain(*step)) for step in whole]
+    assert [list(chain(*step)) for step in divided] == [list(chain(*step)) for step in undivided]
 
 
 @given(size=SIZES, batch_size=SIZES, lanes=LANES, seed=SEEDS)

@@ -75,40 +75,40 @@ def lane_batches(plan, lanes, positions, loader_workers=0):
 @forks
 def test_a_lane_batch_does_not_depend_on_workers_loaders_or_the_starting_step(plan):
     positions = every_step(plan, epochs=2)
-    whole = lane_batches(plan, range(LANES), positions)
+    expected = lane_batches(plan, range(LANES), positions)
     for epoch in (0, 1):
         used = [
             index
-            for (of_epoch, *_), data in whole.items()
+            for (of_epoch, *_), data in expected.items()
             for index, _ in data
             if of_epoch == epoch
         ]
         assert sorted(used) == list(range(plan.size))
-    assert len({draw for data in whole.values() for _, draw in data}) == 2 * plan.size
+    assert len({draw for data in expected.values() for _, draw in data}) == 2 * plan.size
     for loader_workers in (0, 2):
         parts = [
             lane_batches(plan, lanes_of(rank, 3, LANES), positions, loader_workers)
             for rank in range(3)
         ]
-        assert {key: data for part in parts for key, data in part.items()} == whole
+        assert {key: data for part in parts for key, data in part.items()} == expected
     for start in positions[1:]:
         rest = lane_batches(
             plan, range(LANES), [position for position in positions if position >= start]
         )
-        assert rest == {key: data for key, data in whole.items() if key[:2] >= start}
+        assert rest == {key: data for key, data in expected.items() if key[:2] >= start}
 
 
 def test_lanes_not_iterated_do_not_shift_later_batches():
     plan = ShuffledPlan(40, 8, LANES, 1)
     positions = every_step(plan, epochs=1)
-    whole = lane_batches(plan, range(LANES), positions)
+    expected = lane_batches(plan, range(LANES), positions)
     for take in range(LANES):
         for (epoch, step), batch in zip(
             positions, batches_of(plan, range(LANES), positions), strict=True
         ):
             assert (batch.epoch, list(batch.counts)) == (epoch, plan.counts(epoch, step))
-            some = [data for _, data in zip(range(take), batch, strict=False)]
-            assert some == [whole[epoch, step, lane] for lane in range(take)]
+            lane_data = [data for _, data in zip(range(take), batch, strict=False)]
+            assert lane_data == [expected[epoch, step, lane] for lane in range(take)]
 
 
 @forks

@@ -79,7 +79,7 @@ def test_states_saved_once_serve_several_parts():
 
 
 def test_the_users_bit_generator_is_restored():
-    own, chosen = np.random.get_bit_generator(), np.random.PCG64(3)
+    original, chosen = np.random.get_bit_generator(), np.random.PCG64(3)
     expected = np.random.RandomState(np.random.PCG64(3)).rand(2)
     np.random.set_bit_generator(chosen)
     try:
@@ -89,7 +89,7 @@ def test_the_users_bit_generator_is_restored():
         assert [first, np.random.rand()] == expected.tolist()
         assert np.random.get_bit_generator() is chosen
     finally:
-        np.random.set_bit_generator(own)
+        np.random.set_bit_generator(original)
 
 
 def test_a_cached_normal_variate_is_restored():
@@ -118,7 +118,7 @@ def test_different_arguments_give_different_keys(calls):
     distinct = {(seed, scope, *numbers) for seed, scope, numbers in calls}
     keys = {key(*arguments) for arguments in distinct}
     assert len(keys) == len(distinct)
-    assert all(0 <= one < 2**63 for one in keys)
+    assert all(0 <= number < 2**63 for number in keys)
 
 
 def test_keys_are_the_same_in_every_process():

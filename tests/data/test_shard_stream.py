@@ -56,20 +56,20 @@ def test_lanes_share_the_shards_of_each_pass(sizes, lanes, seed):
     count = min(map(len, opened))
     in_turn = [opened[lane][number] for number in range(count) for lane in range(lanes)]
     passes = [in_turn[at : at + len(sizes)] for at in range(0, len(in_turn), len(sizes))]
-    assert all(sorted(one) == list(range(len(sizes))) for one in passes[:-1])
+    assert all(sorted(order) == list(range(len(sizes))) for order in passes[:-1])
     assert len(sizes) == 1 or len(set(map(tuple, passes))) > 1 or len(passes) < 12
 
 
 @given(SIZES, st.integers(1, 30), st.integers(1, 60), st.integers(0, 2**63))
 def test_a_buffer_neither_loses_nor_repeats_samples(sizes, buffer, count, seed):
     read = draw(stream(sizes, buffer=1, seed=seed), count + buffer - 1)
-    one = stream(sizes, buffer=buffer, seed=seed)
-    drawn = Counter(draw(one, count))
+    shard_stream = stream(sizes, buffer=buffer, seed=seed)
+    drawn = Counter(draw(shard_stream, count))
     held = Counter(read) - drawn
     assert held.total() == buffer - 1
     assert drawn <= Counter(read)
     again = stream(sizes, buffer=buffer, seed=seed)
-    again.load_state_dict(one.state_dict())
+    again.load_state_dict(shard_stream.state_dict())
     assert Counter(draw(again, 10 * buffer)) >= held - Counter(draw(again, 200 * buffer))
 
 
@@ -78,10 +78,10 @@ def test_a_resume_continues_and_reads_only_what_the_buffer_needs(
     sizes, buffer, count, lanes, batch_size
 ):
     options = {"lane": lanes - 1, "lanes": lanes, "batch_size": batch_size, "buffer": buffer}
-    one = stream(sizes, **options)
-    list(islice(one, count))
-    state = one.state_dict()
-    expected = list(islice(one, 30))
+    shard_stream = stream(sizes, **options)
+    list(islice(shard_stream, count))
+    state = shard_stream.state_dict()
+    expected = list(islice(shard_stream, 30))
 
     shards = Shards(sizes)
     resumed = stream(shards, **options)
@@ -94,10 +94,10 @@ def test_a_resume_continues_and_reads_only_what_the_buffer_needs(
 def test_a_sample_is_equally_likely_in_each_part_of_a_pass():
     sizes, passes = [8] * 8, 400
     numbers = Counter()
-    one = stream(sizes, buffer=64, seed=3)  # the buffer holds a pass
-    draw(one, 64)
+    shard_stream = stream(sizes, buffer=64, seed=3)  # the buffer holds a pass
+    draw(shard_stream, 64)
     for _ in range(passes):
-        for place, (shard, number) in enumerate(draw(one, 64)):
+        for place, (shard, number) in enumerate(draw(shard_stream, 64)):
             numbers[place // 8, 8 * shard + number] += 1
     counts = np.array([[numbers[part, sample] for sample in range(64)] for part in range(8)])
     assert_uniform(counts, 64 * 7)
@@ -105,8 +105,8 @@ def test_a_sample_is_equally_likely_in_each_part_of_a_pass():
 
 def test_batches_are_collated_as_by_a_data_loader():
     shards = Shards([4])
-    one = ss.ShardStream([0], shards, batch_size=3, lane=0, lanes=1, buffer=1)
-    batch = next(one)
+    shard_stream = ss.ShardStream([0], shards, batch_size=3, lane=0, lanes=1, buffer=1)
+    batch = next(shard_stream)
     assert [part.tolist() for part in batch] == [[0, 0, 0], [0, 1, 2]]
     assert all(isinstance(part, torch.Tensor) for part in batch)
 

@@ -92,8 +92,10 @@ def test_a_lane_reads_two_windows_at_a_time_and_a_worker_its_share_of_the_shards
             in_use = [shard for shard in first if first[shard] <= number <= last[shard]]
             assert len(in_use) <= window
     for rank in range(workers):
-        own = lanes_of(rank, workers, plan.lanes)
-        read.update({shard_of[index] for step in batches for lane in own for index in step[lane]})
+        own_lanes = lanes_of(rank, workers, plan.lanes)
+        read.update(
+            {shard_of[index] for step in batches for lane in own_lanes for index in step[lane]}
+        )
     shared = sum(number - 1 for number in read.values())
     assert shared <= workers - 1  # only shards at the ends of the workers' lanes
 
@@ -174,13 +176,13 @@ class Lines:
 def write_shards(directory, sizes):
     """Write shards whose samples are their indices; return their sizes by URL."""
     directory.mkdir(parents=True, exist_ok=True)
-    start, found = 0, {}
+    start, sizes_by_url = 0, {}
     for number, size in enumerate(sizes):
         path = directory / f"{number:02}.txt"
         path.write_text("".join(f"{start + line:0{LINE}}" for line in range(size)))
         start += size
-        found[path.as_uri()] = size
-    return found
+        sizes_by_url[path.as_uri()] = size
+    return sizes_by_url
 
 
 def content(cache):
@@ -330,7 +332,7 @@ def test_a_copy_that_is_renamed_while_the_cache_is_listed_counts(tmp_path, monke
 
 def train(urls, cache, directory, steps=None, loader_workers=0):
     """Return the samples of each step of this process, by step and lane."""
-    found = {}
+    by_step = {}
     dataset = ShardedDataset(urls, Lines, cache_dir=cache, max_bytes=40 * LINE, max_open=4)
     with ss.init(lanes=4, dir=directory, resume="auto") as run:
         run.track(nothing=Nothing())
@@ -344,8 +346,8 @@ def train(urls, cache, directory, steps=None, loader_workers=0):
         )
         for batch in loop:
             for lane, data in batch.lane_batches():
-                found[f"{loop.step} {lane}"] = data.tolist()
-    return found
+                by_step[f"{loop.step} {lane}"] = data.tolist()
+    return by_step
 
 
 class Nothing:
@@ -385,7 +387,7 @@ def send_files(directory, url):
 def test_a_real_s3_gives_the_same_samples_as_local_files(tmp_path):
     urls = write_shards(tmp_path / "far", [7, 3, 9, 5, 6, 8, 2, 4, 9, 5])
     folder = "s3://bucket/data"
-    there = {f"{folder}/{url.rpartition('/')[2]}": size for url, size in urls.items()}
+    remote_urls = {f"{folder}/{url.rpartition('/')[2]}": size for url, size in urls.items()}
 
     def run(workers, urls, name, **options):
         directory, cache = tmp_path / name, tmp_path / f"{name} cache"
@@ -395,8 +397,8 @@ def test_a_real_s3_gives_the_same_samples_as_local_files(tmp_path):
     with s3_server(tmp_path) as server:
         options = {"environment": server.environment}
         run_workers(send_files, 1, tmp_path / "far", folder, **options)
-        one, two = run(2, there, "remote", **options)
-        assert {**one, **two} == local
+        first, second = run(2, remote_urls, "remote", **options)
+        assert {**first, **second} == local
         missing = {f"{folder}/none.txt": 2}
         (refused,) = try_workers(train, 1, missing, tmp_path / "c", tmp_path / "d", 1, **options)
     assert "shard s3://bucket/data/none.txt is missing; check its URL" in str(refused.error)
@@ -408,10 +410,10 @@ def test_a_forked_process_opens_its_own_files(tmp_path):
     urls = write_shards(tmp_path / "far", [4])
     with closing_all(ShardedDataset(urls, Lines, cache_dir=tmp_path / "cache")) as dataset:
         assert dataset[1] == 1
-        (mine,) = dataset._opened.values()
-        position = mine.file.tell()
+        (opened_shard,) = dataset._opened.values()
+        position = opened_shard.file.tell()
         assert run_workers(lambda: [dataset[3], dataset[2]], 2) == [[3, 2]] * 2
-        assert os.lseek(mine.file.fileno(), 0, os.SEEK_CUR) >= position
+        assert os.lseek(opened_shard.file.fileno(), 0, os.SEEK_CUR) >= position
         assert dataset[0] == 0
 
 
@@ -527,10 +529,10 @@ def test_an_order_of_10_billion_samples_takes_a_few_bytes_per_shard():
     try:
         plan = ShardPlan(10**10, 1024, 8, 0, order=ShardOrder(sizes))
         step = plan.steps_per_epoch // 2
-        found = np.concatenate([plan.indices(3, step, lane) for lane in range(8)])
+        indices = np.concatenate([plan.indices(3, step, lane) for lane in range(8)])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(np.unique(found)) == 1024
-    assert len(np.unique(found // 10**6)) <= 8 * 16
+    assert len(np.unique(indices)) == 1024
+    assert len(np.unique(indices // 10**6)) <= 8 * 16
     assert peak < 8 * 2**20

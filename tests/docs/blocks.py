@@ -67,12 +67,12 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page in order. Raises `ValueError` for an unknown language or test."""
     text = page.read_text()
-    found = []
+    blocks = []
     for match in _BLOCK.finditer(text):
         setup = match["setup"] is not None
         line = text.count("\n", 0, match.start("setup" if setup else "text")) + 1
         language = "python" if setup else match["language"].strip()
-        found.append(
+        blocks.append(
             Block(
                 page,
                 line,
@@ -81,26 +81,26 @@ def blocks_of(page: Path) -> list[Block]:
                 match["test"] or "",
             )
         )
-    for block in found:
+    for block in blocks:
         # a directive of the site
         if block.language not in LANGUAGES and not block.language.startswith("{"):
             raise ValueError(
                 f"{block}: language must be one of {sorted(LANGUAGES)}, got {block.language!r}"
             )
-        known = re.fullmatch(
+        is_known = re.fullmatch(
             WORDS.get(block.language, "(?!)"), block.test
         ) or block.test.startswith(NOT_RUN)
-        if block.test and not known:
+        if block.test and not is_known:
             raise ValueError(
                 f"{block}: unknown test {block.test!r} for a block in {block.language!r}"
             )
-    if text.count("<!-- test:") != sum(bool(block.test) for block in found) + text.count(
+    if text.count("<!-- test:") != sum(bool(block.test) for block in blocks) + text.count(
         "<!-- test: setup\n"
     ):
         raise ValueError(
             f"{page} has a test comment without a block; put it on the line before the block"
         )
-    return found
+    return blocks
 
 
 def long_lines(block: Block) -> list[str]:

@@ -42,13 +42,13 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 def commands_of(text: str) -> list[list[str]]:
     """Return the words of each command in a block. Raises `ValueError` for shell operators."""
-    found = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
-    for words in found:
+    commands = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+    for words in commands:
         if operators := {"|", "||", "&&", "&", ";", ">", ">>", "<"}.intersection(words):
             raise ValueError(
                 f"{' '.join(words)!r} has {operators.pop()!r}; expected one command per line"
             )
-    return [words for words in found if words]
+    return [words for words in commands if words]
 
 
 def check(words: list[str]) -> None:
@@ -60,8 +60,8 @@ def check(words: list[str]) -> None:
     elif program in {"python", "python3"}:
         _check_python(arguments)
     elif program == "torchrun":
-        given = _parsed(get_args_parser(), arguments)
-        _check_script(given.training_script, given.training_script_args)
+        options = _parsed(get_args_parser(), arguments)
+        _check_script(options.training_script, options.training_script_args)
     elif program == "make":
         _expect(
             set(arguments)
@@ -139,17 +139,17 @@ def _check_samestep(arguments: list[str]) -> None:
     )
     parser = argparse.ArgumentParser(prog=f"samestep {name}", allow_abbrev=False)
     import_module(cli.COMMANDS[name].module).add_arguments(parser)
-    given = _parsed(parser, rest)
+    options = _parsed(parser, rest)
     if name == "run":
-        merge(given_options(given), {})
-        if given.nodes is not None and given.hosts is None:
+        merge(given_options(options), {})
+        if options.nodes is not None and options.hosts is None:
             cluster_spec(
-                argparse.Namespace(**{**vars(given), "token_file": None}),
+                argparse.Namespace(**{**vars(options), "token_file": None}),
                 {TOKEN: "a secret of the hosts"},
             )
-    script = getattr(given, "script", None)
-    if isinstance(script, str) and not getattr(given, "module", False):
-        _check_script(script, given.arguments)
+    script = getattr(options, "script", None)
+    if isinstance(script, str) and not getattr(options, "module", False):
+        _check_script(script, options.arguments)
 
 
 def _check_python(arguments: list[str]) -> None:

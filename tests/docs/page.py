@@ -123,11 +123,11 @@ def _run_commands(block: Block) -> str:
 
 def _run_command(block: Block, status: int, command: list[str]) -> str:
     python = command.index(sys.executable)  # after env and variables
-    given = dict(word.split("=", 1) for word in command[1:python])
+    variables = dict(word.split("=", 1) for word in command[1:python])
     fixed = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     done = run_python(
         *command[python + 1 :],
-        env=os.environ | fixed | given,
+        env=os.environ | fixed | variables,
         merges=True,
         timeout=TIMEOUT_SECONDS,
     )

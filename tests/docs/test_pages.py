@@ -59,11 +59,11 @@ def test_parsers_accept_the_arguments_of_commands(block):
 
 
 def test_commands_that_show_the_guarantees_exist():
-    shown = re.findall(
+    commands = re.findall(
         r"`((?:samestep \w+ -|pytest |python -m |make )[^`]+)`", (ROOT / "README.md").read_text()
     )
-    assert len(shown) > 10
-    for command in shown:
+    assert len(commands) > 10
+    for command in commands:
         check(*commands_of(command))
 
 

@@ -22,15 +22,15 @@ FILES = {"atari": "up_n_down", "detect": "digits", "vit": "digits"}
 def code_of(recipe):
     """Return the code in the column "here" of a page's tables, with values for placeholders."""
     page = (ROOT / f"docs/recipes/{recipe}.md").read_text()
-    found = []
+    snippets = []
     for table in re.findall(r"^\|[^\n]+ here \|\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE):
         for row in table.splitlines():
-            found += re.findall(r"`([^`]+)`", row.rpartition(" | ")[2])
-    assert len(found) > 30
+            snippets += re.findall(r"`([^`]+)`", row.rpartition(" | ")[2])
+    assert len(snippets) > 30
     file = f"recipes/{recipe}/{FILES.get(recipe)}.yaml"
     for name, value in {**PLACEHOLDERS, "FILE.yaml": file}.items():
-        found = [re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", value, code) for code in found]
-    return found
+        snippets = [re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", value, code) for code in snippets]
+    return snippets
 
 
 @pytest.mark.parametrize("recipe", ["atari", "detect", "stain", "vit"])
@@ -53,14 +53,14 @@ def test_commands_and_flags_in_tables_are_accepted(recipe):
 @pytest.mark.parametrize("recipe", ["atari", "detect", "stain", "vit"])
 def test_settings_in_tables_are_those_of_the_recipe(recipe):
     settings = import_module(f"recipes.{recipe}.config").Settings
-    known = re.findall(r"^  ([\w.]+)=", parser(settings, "").format_help(), re.MULTILINE)
-    sections, section, checked = {key.partition(".")[0] for key in known if "." in key}, "", 0
+    keys = re.findall(r"^  ([\w.]+)=", parser(settings, "").format_help(), re.MULTILINE)
+    sections, section, checked = {key.partition(".")[0] for key in keys if "." in key}, "", 0
     for code in code_of(recipe):
         if re.fullmatch(r"\.?\w+(\.\w+)*", code):  # a key: model.width, .depth
             key = section + code if code.startswith(".") else code
             section = key.partition(".")[0]
             if section in sections:
-                assert key in known, f"{code!r} is on the page of {recipe}"
+                assert key in keys, f"{code!r} is on the page of {recipe}"
                 checked += 1
         for word in shlex.split(re.sub(r"^([\w.]+): (.+)", r"'\1=\2'", code)):
             key, equals, _ = word.partition("=")

@@ -70,12 +70,12 @@ def test_code_fits_its_column(site):
     with nothing_left(), browsing() as driver:
         size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        found = []
+        cut_pages = []
         for page in pages:
             driver.get(page.as_uri())
-            found += [page.name] if driver.execute_script(cut) else []
+            cut_pages += [page.name] if driver.execute_script(cut) else []
     assert len(pages) > len(PAGES) / 2
-    assert found == []
+    assert cut_pages == []
 
 
 # What the multi-GPU guides of the four systems name

@@ -19,11 +19,11 @@ MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 def texts_of(source: str) -> list[str]:
     """Return the strings in a source; in f-strings, … replaces each value."""
-    found, parts = [], set()
+    texts, parts = [], set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts |= set(map(id, node.values))
-            found.append(
+            texts.append(
                 "".join(
                     part.value if isinstance(part, ast.Constant) else ANY for part in node.values
                 )
@@ -31,8 +31,8 @@ def texts_of(source: str) -> list[str]:
         elif (
             isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts
         ):
-            found.append(node.value)
-    return found
+            texts.append(node.value)
+    return texts
 
 
 def occurs(message: str, texts: list[str]) -> bool:

@@ -22,7 +22,7 @@ MEMORY = Path("/dev/shm")
 FORK = multiprocessing.get_context("fork")
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Read the inputs that the command line selects; return the exit status."""
     if MEMORY.is_dir():  # targets write many files, and sync them
         os.environ.setdefault("TMPDIR", str(MEMORY))
@@ -42,15 +42,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--processes", type=int, default=1, help="processes that read (default: %(default)s)"
     )
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     numbers = range(arguments.first, arguments.first + arguments.inputs)
     shares = [numbers[process :: arguments.processes] for process in range(arguments.processes)]
     rates, began = Rates(), time.monotonic()
-    found: list[int] = []
+    failures: list[int] = []
 
     def read(share: Sequence[int]) -> None:
         for name, number, violation in violations(arguments.seed, share, arguments.target, rates):
-            found.append(number)
+            failures.append(number)
             sys.stderr.write(
                 f"python -m tests.fuzz --seed {arguments.seed} --target {name} --first {number} "
                 f"--inputs 1\n{violation}\n\n"
@@ -62,9 +62,9 @@ def main(given: Sequence[str] | None = None) -> int:
     for thread in threads:
         thread.join()
     seconds = time.monotonic() - began
-    summary = f"{arguments.inputs} inputs in {seconds:.0f} s, {len(found)} violations\n"
+    summary = f"{arguments.inputs} inputs in {seconds:.0f} s, {len(failures)} violations\n"
     sys.stdout.write(f"{rates}{summary}")
-    return 1 if found else 0
+    return 1 if failures else 0
 
 
 class Rates:

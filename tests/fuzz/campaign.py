@@ -61,11 +61,11 @@ def run(
 
 
 def _violation(sandbox: Sandbox, target: Target, seed: str) -> str | None:
-    given = target.make(Random(seed))
-    found = sandbox.violation(
-        lambda: target.read(given),
+    case = target.make(Random(seed))
+    violation = sandbox.violation(
+        lambda: target.read(case),
         target.allowed,
         reads_elsewhere=target.reads_elsewhere,
         writes=target.writes,
     )
-    return f"{found}\ngiven {repr(given)[:SHOWN]}" if found else None
+    return f"{violation}\ngiven {repr(case)[:SHOWN]}" if violation else None

@@ -22,7 +22,7 @@ from samestep.snapshot import memory_slot
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.memory_slot import MemorySlot, SlotContent
-from samestep.snapshot.part import contribution
+from samestep.snapshot.part import contribution_of
 from samestep.snapshot.read import export
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.snapshot.resume import load_newest
@@ -49,18 +49,18 @@ def _filled(data: bytes, file: int) -> int:
 
 def _memory(folder: Path) -> list[Target]:
     slot, board, modules, lock = (anonymous_file("fuzz") for _ in range(4))
-    mine, tensors = contribution(small_state(2), {}, 0, 1)
+    contributed, tensors = contribution_of(small_state(2), {}, 0, 1)
     label = {"run": "one", "key": [2, "first", 1, 0], "rank": 0}
-    MemorySlot(slot).write(label, mine, tensors)
-    whole = os.pread(slot, 2**20, 0)
+    MemorySlot(slot).write(label, contributed, tensors)
+    slot_bytes = os.pread(slot, 2**20, 0)
     content = memory_slot.read(slot)
     assert content is not None
-    end = memory_slot.START + mine.nbytes
+    end = memory_slot.START + contributed.nbytes
     part = json.loads(content.part.to_bytes())
 
     def slots(random: Random) -> int:
         if random.random() < 0.4:
-            return _filled(mutate.of_bytes(random, whole), slot)
+            return _filled(mutate.of_bytes(random, slot_bytes), slot)
         text = (
             canonical(label).encode() + b"\n" + mutate.as_json(random, mutate.of_json(random, part))
         )
@@ -68,11 +68,11 @@ def _memory(folder: Path) -> list[Target]:
             text = mutate.of_bytes(random, text)
         size = random.choice((len(text), len(text), len(text), 2**40, 2**63))
         header = memory_slot._HEADER.pack(b"samestep", end, size, checksum(text).encode())
-        return _filled(header + whole[len(header) : end] + text, slot)
+        return _filled(header + slot_bytes[len(header) : end] + text, slot)
 
     def read_slot(file: int) -> None:
-        found = memory_slot.read(file)
-        assert found is None or isinstance(found, SlotContent)
+        slot_content = memory_slot.read(file)
+        assert slot_content is None or isinstance(slot_content, SlotContent)
 
     state = LauncherState.from_files(board, modules, 0, 0)
     state.report_start(str(folder), 3)
@@ -84,11 +84,11 @@ def _memory(folder: Path) -> list[Target]:
         _filled(mutate.of_bytes(random, names), modules)
         return state
 
-    def read_board(given: LauncherState) -> None:
-        assert given.step is None or given.step >= -(2**63)
-        assert isinstance(given.directory, str)
-        assert given.is_under_way in {True, False}
-        names = given.modules_reported
+    def read_board(launcher_state: LauncherState) -> None:
+        assert launcher_state.step is None or launcher_state.step >= -(2**63)
+        assert isinstance(launcher_state.directory, str)
+        assert launcher_state.is_under_way in {True, False}
+        names = launcher_state.modules_reported
         assert names is None or all(isinstance(name, str) for name in names)
 
     def locks(random: Random) -> DirectoryLock:
@@ -111,11 +111,11 @@ def _memory(folder: Path) -> list[Target]:
 def _resumes(folder: Path) -> list[Target]:  # noqa: C901  short functions
     for step in (1, 2):
         save_once(folder / "saved", step, small_state(step))
-    whole = {
+    saved = {
         name: {path.name: path.read_bytes() for path in (folder / "saved" / name).iterdir()}
         for name in STEPS
     }
-    body = json.loads(whole[STEPS[1]][NAME])
+    body = json.loads(saved[STEPS[1]][NAME])
     out = folder / "out"
     out.mkdir()
 
@@ -125,7 +125,7 @@ def _resumes(folder: Path) -> list[Target]:  # noqa: C901  short functions
         run = folder / name
         for step in STEPS:
             (run / step).mkdir(parents=True)
-            for file, content in whole[step].items():
+            for file, content in saved[step].items():
                 (run / step / file).write_bytes(content)
 
         def make(random: Random) -> Path:
@@ -134,9 +134,9 @@ def _resumes(folder: Path) -> list[Target]:  # noqa: C901  short functions
                 *(path for path in run.iterdir() if path.name not in STEPS),
             ):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-            for file, content in whole[STEPS[1]].items():
+            for file, content in saved[STEPS[1]].items():
                 (run / STEPS[1] / file).write_bytes(content)
-            chosen = run / STEPS[1] / random.choice(sorted(whole[STEPS[1]]))
+            chosen = run / STEPS[1] / random.choice(sorted(saved[STEPS[1]]))
             content = chosen.read_bytes()
             if random.random() < 0.1:
                 chosen.unlink()
@@ -206,13 +206,13 @@ def _lists(folder: Path) -> list[Target]:
         path.chmod(random.choice((0o600, 0o400, 0o644)))
         return path
 
-    def read_token(given: Path) -> None:
-        text = read_secret(given, "--token-file")
+    def read_token(token_file: Path) -> None:
+        text = read_secret(token_file, "--token-file")
         assert text.isascii()
-        assert given.stat().st_mode & 0o077 == 0, "others may read it"
+        assert token_file.stat().st_mode & 0o077 == 0, "others may read it"
 
-    def read_all(given: Path) -> Any:
-        return read_annotations(given)
+    def read_all(annotation_file: Path) -> Any:
+        return read_annotations(annotation_file)
 
     return [
         Target("secret", secret, read_token, (ConfigError,)),

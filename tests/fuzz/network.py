@@ -122,7 +122,8 @@ def _servers() -> list[Target]:
     def worker(random: Random) -> _Session:
         hello = mutate.of_json(random, WORKER) if random.random() < 0.3 else WORKER
         requests = [
-            mutate.of_json(random, one) if random.random() < 0.3 else one for one in REQUESTS
+            mutate.of_json(random, request) if random.random() < 0.3 else request
+            for request in REQUESTS
         ]
         return _Session(TOKEN, hello, requests, None)
 
@@ -157,34 +158,34 @@ def _clients() -> list[Target]:
 
     def server(random: Random) -> Link:
         answers = (greeting, random.choice(({"refused": "token"}, {"proof": "0" * 64})))
-        bodies = [mutate.as_json(random, mutate.of_json(random, one)) for one in answers]
+        bodies = [mutate.as_json(random, mutate.of_json(random, answer)) for answer in answers]
         data = b"".join(map(frame, bodies))
         return link(mutate.of_bytes(random, data) if random.random() < 0.5 else data)
 
-    def authenticate(given: Link) -> None:
+    def authenticate(connection: Link) -> None:
         try:
-            given._authenticate(TOKEN)
+            connection._authenticate(TOKEN)
         finally:
-            given.close()
+            connection.close()
         raise AssertionError("it accepted a server without a token")
 
     def sealed(random: Random) -> Link:
         seal = Seal(TOKEN, NONCE, coordinator=True)
         data = b"".join(map(seal.seal, orders))
-        given = link(mutate.of_bytes(random, data))
-        given._seal = Seal(TOKEN, NONCE, coordinator=False)
-        return given
+        connection = link(mutate.of_bytes(random, data))
+        connection._seal = Seal(TOKEN, NONCE, coordinator=False)
+        return connection
 
-    def receive(given: Link) -> None:
+    def receive(connection: Link) -> None:
         """Expect only whole messages, in their order, until an error."""
         received: list[Any] = []
         try:
             while True:
-                received += given.poll()
+                received += connection.poll()
         except OSError:
             pass
         finally:
-            given.close()
+            connection.close()
         assert received == list(orders[: len(received)]), "it accepted what nobody sent"
 
     return [
@@ -254,7 +255,7 @@ def _entries() -> list[Target]:
 
     def find(client: _Client) -> None:
         with patch.multiple(rendezvous, LINGER_SECONDS=0.0):
-            rendezvous._exchange_infos(client, process, INFOS[0], 0.0)
+            rendezvous._gather_infos(client, process, INFOS[0], 0.0)
         assert client.key is None, "it accepted an entry that is not signed"
 
     def join(client: _Client) -> None:
@@ -269,9 +270,9 @@ def _entries() -> list[Target]:
             boards([range(1), range(1, 3)]),
         )
         assert isinstance(dog._describe_exits(), str)
-        found = [beat for _, beat in sorted(dog._heartbeats().items())]
-        assert not found or client.key is None, "it read a status that is not signed"
-        assert report_hang(BEAT, found, 3, 1.0).text.encode(errors="replace")
+        heartbeats = [beat for _, beat in sorted(dog._heartbeats().items())]
+        assert not heartbeats or client.key is None, "it read a status that is not signed"
+        assert report_hang(BEAT, heartbeats, 3, 1.0).text.encode(errors="replace")
 
     infos = {"worker/1": asdict(INFOS[1]), "worker/0": asdict(INFOS[0])}
     statuses = {**beats, FAILURE: "worker 1 failed first", ALARM: True}

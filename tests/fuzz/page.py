@@ -118,8 +118,8 @@ def targets(folder: Path) -> list[Target]:
             views = Views(folder / "runs")
             return views, make_app(views, Changes(views), token=token, port=PORT), _request(random)
 
-        def read(given: tuple[Views, Starlette, Asked]) -> None:
-            views, app, asked = given
+        def read(case: tuple[Views, Starlette, Asked]) -> None:
+            views, app, asked = case
             views.scan(views.locations[0])
             views["one"].refresh()
             status, headers, body = loop().run_until_complete(_answer(app, asked))
@@ -160,17 +160,17 @@ def _request(random: Random) -> Asked:
         (name, _likely(random, HEADER_VALUES[name]))
         for name in random.sample(list(HEADER_VALUES), random.choice((0, 0, 1, 3)))
     ]
-    whole = [
+    encoded = [
         (name.encode(), re.sub(rb"[\0\r\n]", b"", value.encode(errors="surrogatepass")))
         for name, value in headers
     ]
     method, form = random.choice(METHODS), b"token=wrong"
     if path == NOTES and random.random() < 0.9:
         method, form = "PUT", json.dumps(GIVEN).encode()
-        whole.append((b"content-type", b"application/json"))
+        encoded.append((b"content-type", b"application/json"))
     if random.random() < 0.5:
         form = mutate.of_bytes(random, form)
-    return Asked(method, path, re.sub(rb"[^\x21-\x7e]", b"", query), whole, form)
+    return Asked(method, path, re.sub(rb"[^\x21-\x7e]", b"", query), encoded, form)
 
 
 def _likely(random: Random, values: tuple[str, ...]) -> str:
@@ -239,9 +239,9 @@ def _refuse(constant: str) -> None:
 
 def _may_pass(asked: Asked, token: str | None) -> bool:
     """Return whether the request names the right host, or has the secret in a valid place."""
-    given = [(name.decode(), value.decode("latin-1")) for name, value in asked.headers]
+    headers = [(name.decode(), value.decode("latin-1")) for name, value in asked.headers]
     if token is None:
-        hosts = [value for name, value in given if name == "host"]
+        hosts = [value for name, value in headers if name == "host"]
         return len(hosts) == 1 and LOOPBACK.fullmatch(hosts[0]) is not None
     secrets = {"authorization": token, "cookie": PASS}
-    return any(name in secrets and secrets[name] in value for name, value in given)
+    return any(name in secrets and secrets[name] in value for name, value in headers)

@@ -114,17 +114,17 @@ def write_notes(directory: Path, random: Random) -> None:
     if random.random() < 0.2:
         file.symlink_to("../secret.png")
     else:
-        given = {"format": 1, "tags": ["a", "b"], "note": BREAK_OUT}
-        data = mutate.as_json(random, mutate.of_json(random, given))
+        notes = {"format": 1, "tags": ["a", "b"], "note": BREAK_OUT}
+        data = mutate.as_json(random, mutate.of_json(random, notes))
         file.write_bytes(mutate.of_bytes(random, data) if random.random() < 0.5 else data)
 
 
 def record(random: Random) -> bytes:
     """Return the bytes of a record with some unusual events, damaged in half of all cases."""
-    given = [json.loads(line) for line in lines(*EVENTS).splitlines()]
+    events = [json.loads(line) for line in lines(*EVENTS).splitlines()]
     written = [
         mutate.as_json(random, mutate.of_json(random, event) if random.random() < 0.2 else event)
-        for event in given
+        for event in events
     ]
     if random.random() < 0.2:
         random.shuffle(written)
@@ -137,8 +137,8 @@ def _events(folder: Path) -> list[Target]:
         return write_run(folder / "one", random)
 
     return [
-        Target("events", run, lambda given: list(read_events(given)), (RecordError,)),
-        Target("history", run, lambda given: list(read_history(given)), (RecordError,)),
+        Target("events", run, lambda directory: list(read_events(directory)), (RecordError,)),
+        Target("history", run, lambda directory: list(read_history(directory)), (RecordError,)),
     ]
 
 
@@ -167,8 +167,8 @@ def _views(folder: Path) -> list[Target]:
         }
         return directory, random.randrange((directory / FILE_NAME).stat().st_size + 1), asked
 
-    def view(given: tuple[Path, int, dict[str, Any]]) -> None:
-        directory, half, asked = given
+    def view(case: tuple[Path, int, dict[str, Any]]) -> None:
+        directory, half, asked = case
         files = Growing(directory)
         growing, fresh = View(Source(str(directory), files)), View(open_source(directory))
         for files.written in (half, 2**40):
@@ -178,8 +178,8 @@ def _views(folder: Path) -> list[Target]:
             "the view differs when read in two parts"
         )
 
-    def report(given: tuple[Path, int, dict[str, Any]]) -> None:
-        page = make_report([str(given[0].parent)], image_bytes=1000).page
+    def report(case: tuple[Path, int, dict[str, Any]]) -> None:
+        page = make_report([str(case[0].parent)], image_bytes=1000).page
         page.encode()
         parts = Markup(page)
         assert [tag for tag, _ in parts.elements] == tags, "a text of the record became markup"
@@ -199,18 +199,18 @@ def _views(folder: Path) -> list[Target]:
 def _shown(view: View, asked: dict[str, Any]) -> str:
     """Return everything that the view shows, except what depends on the clock, as JSON."""
     json.dumps(view.row(), allow_nan=False)
-    shown = {
+    summary = {
         name: value
         for name, value in view.summary().items()
         if name not in {"now", "progress", "state"}
     }
-    shown["curves"] = [view.curve(scalar["name"], **asked) for scalar in shown["scalars"]]
-    shown["system"] = view.system(asked["start"], asked["end"])
-    shown["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
+    summary["curves"] = [view.curve(scalar["name"], **asked) for scalar in summary["scalars"]]
+    summary["system"] = view.system(asked["start"], asked["end"])
+    summary["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
     for number in range(len(PATHS)):
         with suppress(KeyError, RecordError):
             assert b"".join(view.open_image(number)[2]) != SECRET, "it read an image of another run"
-    return json.dumps(shown, allow_nan=False)
+    return json.dumps(summary, allow_nan=False)
 
 
 def _refuse(constant: str) -> None:
@@ -238,12 +238,12 @@ def _parts(folder: Path) -> list[Target]:
             )
         return directory.parent
 
-    def read(given: Path) -> None:
-        source, offset = open_source(given), 0
-        while found := source.read(offset):
-            assert found.endswith(b"\n")
-            offset += len(found)
-        assert RunLocation(given.parent).find() in ([], ["one"])
+    def read(run_directory: Path) -> None:
+        source, offset = open_source(run_directory), 0
+        while chunk := source.read(offset):
+            assert chunk.endswith(b"\n")
+            offset += len(chunk)
+        assert RunLocation(run_directory.parent).find() in ([], ["one"])
         View(source).refresh()
 
     return [Target("parts", parts, read, (RecordError,))]
@@ -294,8 +294,8 @@ def _sent(folder: Path) -> list[Target]:
         feed = SinkAdapter(sink, directory, source, Unkept(directory))
         offset = feed.open()
         assert offset >= 0
-        while found := source.read(offset):
-            feed.send(offset, found)
-            offset += len(found)
+        while chunk := source.read(offset):
+            feed.send(offset, chunk)
+            offset += len(chunk)
 
     return [Target("forwarded", progress, forward, ())]

@@ -51,8 +51,8 @@ class Sandbox:
         self._acts: list[str] = []
         self._watches = False
         self._reads_elsewhere = self._writes = False
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + ROOM_BYTES, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + ROOM_BYTES, hard_limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGPROF, _raise_hang)
         sys.addaudithook(self._note)

@@ -50,8 +50,8 @@ def _signed(body: dict[str, Any]) -> bytes:
 
 
 def _read(folder: Path) -> list[Target]:
-    whole = _saved(folder / "saved")
-    body = json.loads(whole[NAME])
+    saved = _saved(folder / "saved")
+    body = json.loads(saved[NAME])
     place = folder / "step-00000002"
     place.mkdir()
     values = {"a": [1, 2.5, "three", (None, {4})], "b": b"seven", "c": 8j, "d": torch.float16}
@@ -60,19 +60,19 @@ def _read(folder: Path) -> list[Target]:
     def manifest(random: Random) -> bytes:
         what = random.random()
         if what < 0.3:
-            return mutate.of_bytes(random, whole[NAME])
+            return mutate.of_bytes(random, saved[NAME])
         changed = mutate.of_json(random, body)
         is_signed = what < 0.8 and isinstance(changed, dict)
         return _signed(changed) if is_signed else mutate.as_json(random, changed)
 
     def snapshot(random: Random) -> Path:
-        files = dict(whole)
+        files = dict(saved)
         if random.random() < 0.7:
             files[NAME] = manifest(random)
         else:
-            name = random.choice(sorted(whole))
-            files[name] = mutate.of_bytes(random, whole[name])
-            changed = json.loads(whole[NAME])
+            name = random.choice(sorted(saved))
+            files[name] = mutate.of_bytes(random, saved[name])
+            changed = json.loads(saved[NAME])
             for file in changed["files"]:
                 content = files[file[0]]
                 file[1:] = [len(content), 2**20, [checksum(content)] if content else []]
@@ -90,7 +90,7 @@ def _read(folder: Path) -> list[Target]:
     return [
         Target("manifest", manifest, Manifest.from_bytes, (SnapshotError,)),
         Target("snapshot", snapshot, load, (SnapshotError,)),
-        Target("state", state, lambda given: restore(given, no_tensor), (SnapshotError,)),
+        Target("state", state, lambda flattened: restore(flattened, no_tensor), (SnapshotError,)),
     ]
 
 
@@ -103,7 +103,11 @@ def _commits(folder: Path) -> list[Target]:
     (folder / "met").mkdir()
     manifest = json.loads(_saved(folder / "parts")[NAME])
     entries = {name: form for name, (form, _) in manifest["tensors"].items()}
-    pieces = [(name, piece) for name, (_, found) in manifest["tensors"].items() for piece in found]
+    pieces = [
+        (name, piece)
+        for name, (_, tensor_pieces) in manifest["tensors"].items()
+        for piece in tensor_pieces
+    ]
     parts = [
         {
             "state": manifest["state"] if rank == 0 else {"dict": []},
@@ -119,8 +123,8 @@ def _commits(folder: Path) -> list[Target]:
     ]
 
     def part(random: Random) -> CommitProtocol:
-        for rank, one in enumerate(parts):
-            plain = mutate.of_json(random, one) if random.random() < 0.6 else one
+        for rank, intact_part in enumerate(parts):
+            plain = mutate.of_json(random, intact_part) if random.random() < 0.6 else intact_part
             changed = mutate.as_json(random, plain)
             path = meetings[0].directory / f"part-first-{rank}.json"
             path.write_bytes(mutate.of_bytes(random, changed) if random.random() < 0.2 else changed)
@@ -147,10 +151,10 @@ def _checkpoints(folder: Path) -> list[Target]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
         checkpoint.save(state, checkpoint_id=place, no_dist=True)
-    whole = {path.name: path.read_bytes() for path in sorted(place.iterdir())}
+    saved = {path.name: path.read_bytes() for path in sorted(place.iterdir())}
 
     def damaged(random: Random) -> Path:
-        for name, content in whole.items():
+        for name, content in saved.items():
             is_changed = random.random() < (0.7 if name == METADATA else 0.4)
             (place / name).write_bytes(mutate.of_bytes(random, content) if is_changed else content)
         return place

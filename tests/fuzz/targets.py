@@ -84,12 +84,12 @@ def _options() -> list[Target]:
         numbers = [value for value in vars(config).values() if isinstance(value, float)]
         assert all(map(math.isfinite, numbers)), config
 
-    def read_flag(given: tuple[str, str]) -> None:
-        check(merge({given[0]: parse(*given, "--flag")}, {}))
+    def read_flag(pair: tuple[str, str]) -> None:
+        check(merge({pair[0]: parse(*pair, "--flag")}, {}))
 
     return [
-        Target("arguments", arguments, lambda given: check(merge(given, {})), (ConfigError,)),
-        Target("environment", environment, lambda given: check(merge({}, given)), (ConfigError,)),
+        Target("arguments", arguments, lambda options: check(merge(options, {})), (ConfigError,)),
+        Target("environment", environment, lambda values: check(merge({}, values)), (ConfigError,)),
         Target("flags", flag, read_flag, (ConfigError,)),
     ]
 
@@ -161,9 +161,9 @@ def _messages() -> list[Target]:
     loop = cache(asyncio.new_event_loop)
 
     def stream(random: Random) -> bytes:
-        bodies = [mutate.as_json(random, mutate.of_json(random, one)) for one in messages]
-        whole = b"".join(map(frame, bodies))
-        return mutate.of_bytes(random, whole) if random.random() < 0.5 else whole
+        bodies = [mutate.as_json(random, mutate.of_json(random, message)) for message in messages]
+        data = b"".join(map(frame, bodies))
+        return mutate.of_bytes(random, data) if random.random() < 0.5 else data
 
     def read_stream(data: bytes) -> None:
         frames = Frames(MAX_BYTES)
@@ -178,12 +178,12 @@ def _messages() -> list[Target]:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(KeyValueStore().handle(request), 0.001)
 
-    def read_request(given: Any) -> None:
-        loop().run_until_complete(answer(given))
+    def read_request(request: Any) -> None:
+        loop().run_until_complete(answer(request))
 
-    def one_of(some: list[dict[str, Any]], random: Random) -> Any:
+    def one_of(examples: list[dict[str, Any]], random: Random) -> Any:
         try:
-            return decode(mutate.as_json(random, mutate.of_json(random, random.choice(some))))
+            return decode(mutate.as_json(random, mutate.of_json(random, random.choice(examples))))
         except ValueError:
             return {}
 
@@ -228,8 +228,8 @@ def _settings(folder: Path) -> list[Target]:
         key = random.choice((*names, mutate.text(random, "model.depth")))
         return [f"{key}={mutate.text(random, '1e-3', '[1, 2]', 'none', 'true')}"]
 
-    def read(given: list[str]) -> object:
-        return settings.read(Settings, given)
+    def read(arguments: list[str]) -> object:
+        return settings.read(Settings, arguments)
 
     read([])  # evaluates the annotations of the dataclasses, once
 

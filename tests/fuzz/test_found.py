@@ -131,15 +131,15 @@ def test_the_end_of_a_record_may_be_in_several_small_parts(tmp_path):
 
 
 def test_parts_that_contradict_each_other_are_read_to_their_end(tmp_path):
-    one, two = (
+    first, second = (
         b'{"event": "started", "time": %d, "torch": "%s"}\n' % (time, 2 * TAIL_BYTES * b"2")
         for time in (1, 2)
     )
-    size = len(one)
+    size = len(first)
     (tmp_path / "record").mkdir()
     for part, data in (
-        (EventChunk(0, 2 * size), one + one),
-        (EventChunk(size, 3 * size), two + two),
+        (EventChunk(0, 2 * size), first + first),
+        (EventChunk(size, 3 * size), second + second),
     ):
         (tmp_path / part.path).write_bytes(data)
     view = View(open_source(tmp_path))
@@ -180,7 +180,7 @@ def test_a_frame_that_is_too_long_ends_a_connection_as_a_disconnect():
 def test_a_forged_outcome_is_named(value):
     process = ProcessInfo(0, 2, 0, 2, "127.0.0.1", 1, "variables")
     with pytest.raises(WorldError, match="another program uses MASTER_ADDR"):
-        rendezvous._exchange_infos(
+        rendezvous._gather_infos(
             _Client({OUTCOME: json.dumps(value).encode()}, None), process, INFOS[0], 0.0
         )
 
@@ -192,7 +192,7 @@ def test_empty_forged_entries_do_not_end_in_an_endless_wait(monkeypatch, key):
     forged = asdict(INFOS[1]) if key == "worker/0" else None
     values = {key: json.dumps(forged).encode(), OUTCOME: b"null"}
     with pytest.raises(WorldError):
-        rendezvous._exchange_infos(_Client(values, None), process, INFOS[0], 0.0)
+        rendezvous._gather_infos(_Client(values, None), process, INFOS[0], 0.0)
 
 
 @pytest.mark.parametrize(

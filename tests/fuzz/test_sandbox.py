@@ -104,14 +104,14 @@ def test_an_occasional_failure_is_found_and_can_be_reproduced(monkeypatch):
     target = Target(
         "picky",
         lambda random: random.randrange(10),
-        lambda given: given == 7 and raise_(KeyError(given)),
+        lambda digit: digit == 7 and raise_(KeyError(digit)),
         (ValueError,),
     )
     monkeypatch.setattr("tests.fuzz.campaign.targets", lambda folder: [target])
-    found = list(violations(5, range(100)))
-    assert 0 < len(found) < 50
-    assert all("KeyError: 7" in violation for _, _, violation in found)
-    assert list(violations(5, [found[-1][1]], "picky")) == found[-1:]
+    failures = list(violations(5, range(100)))
+    assert 0 < len(failures) < 50
+    assert all("KeyError: 7" in violation for _, _, violation in failures)
+    assert list(violations(5, [failures[-1][1]], "picky")) == failures[-1:]
 
 
 def test_all_readers_follow_the_rules():

@@ -59,12 +59,12 @@ class Heads(nn.Module):
 
     def __init__(self, first):
         super().__init__()
-        self.one, self.two = nn.Linear(64, 10), nn.Linear(64, 10)
+        self.uncounted, self.counted = nn.Linear(64, 10), nn.Linear(64, 10)
         self.counting = Counting(first)
 
     def forward(self, pictures):
         x = pictures.flatten(1)
-        return self.one(x) + self.counting(self.two(x))
+        return self.uncounted(x) + self.counting(self.counted(x))
 
 
 def counted_by_two(first):
@@ -73,7 +73,7 @@ def counted_by_two(first):
         model = run.replicate(Heads(first))
         for step, batch in enumerate(run.batches(images(32), 8, steps=4)):
             model.counting.step = step
-            run.backward(classify, model, batch, update=model if step >= 2 else model.two)
+            run.backward(classify, model, batch, update=model if step >= 2 else model.counted)
             model.zero_grad()
         return model.counting.passes.item()
 

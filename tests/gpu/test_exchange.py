@@ -20,7 +20,7 @@ def chosen(visible, variables, directory):
     os.environ[VISIBLE] = visible[rank]
     os.environ.update(variables)
     with ss.init(timeout=60, dir=directory) as run:
-        return run._world.exchange
+        return run._world.backend
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def found_without(names, directory):
     for name in names:
         del os.environ[name]
     with ss.init(timeout=60, dir=directory) as run:
-        return run._world.exchange, str(run.device)
+        return run._world.backend, str(run.device)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def found_without(names, directory):
     ],
 )
 def test_launchers_without_local_numbers_have_nccl_and_a_gpu_per_worker(names, gpus, tmp_path):
-    found = gpus.workers(3, found_without, names, tmp_path)
-    assert found == [("NCCL", f"cuda:{rank}") for rank in range(3)]
+    backends = gpus.workers(3, found_without, names, tmp_path)
+    assert backends == [("NCCL", f"cuda:{rank}") for rank in range(3)]
 
 
 def test_worker_without_a_gpu_is_named(gpus, tmp_path):
@@ -99,12 +99,12 @@ def peak_of_step(options, first_ranks=()):
 
 
 @pytest.mark.parametrize(
-    ("first_ranks", "most"),
+    ("first_ranks", "largest"),
     [pytest.param([], 1.1, id="1 machine"), pytest.param([0, 2], 1.6, id="2 machines")],
 )
-def test_exchange_takes_little_more_memory_than_the_gradients(first_ranks, most, gpus):
+def test_exchange_takes_little_more_memory_than_the_gradients(first_ranks, largest, gpus):
     for peak in gpus.workers(4, peak_of_step, {"lanes": 4}, first_ranks):
-        assert 1.0 <= peak < most
+        assert 1.0 <= peak < largest
 
 
 def test_sums_of_other_devices_are_fetched_in_turn(gpus):

@@ -167,8 +167,8 @@ def watched():
 
 
 def test_watchdog_notices_late_calls_without_a_call_of_cuda(gpus):
-    for rank, found in enumerate(gpus.workers(2, watched, **{VISIBLE: "0,1"})):
-        assert found == ("gathering parameters", "", {rank})
+    for rank, notices in enumerate(gpus.workers(2, watched, **{VISIBLE: "0,1"})):
+        assert notices == ("gathering parameters", "", {rank})
 
 
 def aborting(directory):

@@ -13,12 +13,12 @@ from tests.run import test_histogram
 
 def exchanged():
     with ss.init(timeout=60) as run:
-        own = torch.full((2,), 1.0 + run.rank, device=run.device)
-        view = {"a": own, "b": own[:1], "p": torch.nn.Parameter(own)}
+        tensor = torch.full((2,), 1.0 + run.rank, device=run.device)
+        view = {"a": tensor, "b": tensor[:1], "p": torch.nn.Parameter(tensor)}
         views = run.all_gather(view)
         devices = {t.device for each in views for t in each.values()}
-        devices |= {run.broadcast(own).device}
-        means = run.reduce_dict({"x": own})
+        devices |= {run.broadcast(tensor).device}
+        means = run.reduce_dict({"x": tensor})
         metric = torchmetrics.classification.MulticlassConfusionMatrix(10).to(run.device)
         model = run.replicate(Net())
 
@@ -44,7 +44,7 @@ def seen():
     os.environ[VISIBLE] = rank  # as with srun --gpus-per-task=1
     with ss.init(timeout=60) as run:
         received = run.all_gather(torch.ones(1, device=run.device))
-        return run._world.exchange, {str(tensor.device) for tensor in received}
+        return run._world.backend, {str(tensor.device) for tensor in received}
 
 
 def test_workers_that_each_see_one_gpu_do_not_share_it(gpus):
@@ -54,6 +54,6 @@ def test_workers_that_each_see_one_gpu_do_not_share_it(gpus):
 def test_histograms_count_what_workers_have_on_devices(gpus, tmp_path):
     gpus.call(test_histogram.job, tmp_path / "one", True)
     gpus.workers(2, test_histogram.job, tmp_path / "two", True, **{VISIBLE: "0,1"})
-    one, two = (test_histogram.histograms(tmp_path / name) for name in ("one", "two"))
-    assert len(one) > 4
-    assert two == one
+    alone, together = (test_histogram.histograms(tmp_path / name) for name in ("one", "two"))
+    assert len(alone) > 4
+    assert together == alone

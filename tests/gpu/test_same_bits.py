@@ -101,25 +101,25 @@ def joined(backend, port, hosts):
     rank, size = int(os.environ["RANK"]), len(hosts)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         del os.environ[name]
-    own = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    os.environ[VISIBLE] = ",".join(map(str, own))
+    local_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    os.environ[VISIBLE] = ",".join(map(str, local_ranks))
     name = f"host {hosts[rank]}"
     rendezvous._kernel = lambda *_: [name]  # as Linux tells hosts apart
-    torch.cuda.set_device(own.index(rank))
+    torch.cuda.set_device(local_ranks.index(rank))
     method = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)
-    found, init = [sum_over_group()], Distributed.__init__
+    results, init = [sum_over_group()], Distributed.__init__
 
     def noted_init(world, *arguments, **options):
         init(world, *arguments, **options)
-        found.append(world.exchange)
+        results.append(world.backend)
 
     Distributed.__init__ = noted_init
     for _ in range(2):
         result, devices = trained({})
-        found += [result, devices == [f"cuda:{own.index(rank)}"], sum_over_group()]
+        results += [result, devices == [f"cuda:{local_ranks.index(rank)}"], sum_over_group()]
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def sum_over_group():
@@ -151,9 +151,9 @@ def test_a_group_that_exists_is_joined_and_stays(backend, hosts, gpus, expected)
     ],
 )
 def test_options_have_the_same_bits(options, others, gpus):
-    one = gpus.call(trained, options, **others)[0]
+    alone = gpus.call(trained, options, **others)[0]
     both = gpus.workers(2, with_options, options, others)
-    assert [result for result, _ in both] == [one] * 2
+    assert [result for result, _ in both] == [alone] * 2
 
 
 def with_options(options, others):
@@ -166,11 +166,11 @@ def on_machines(first_ranks, *, shards=True):
     exchange.BUCKET_BYTES = 1 << 12  # several exchanges, also during backward
     begin, sent = Distributed.begin_all_to_all, []
 
-    def begin_all_to_all(world, out, out_sizes, own, own_sizes, what, **options):
+    def begin_all_to_all(world, out, out_sizes, source, source_sizes, what, **options):
         if what == "exchanging gradients":
-            assert own.is_cuda
-            sent.append(sum(size for to, size in enumerate(own_sizes) if to not in machine))
-        return begin(world, out, out_sizes, own, own_sizes, what, **options)
+            assert source.is_cuda
+            sent.append(sum(size for to, size in enumerate(source_sizes) if to not in machine))
+        return begin(world, out, out_sizes, source, source_sizes, what, **options)
 
     Distributed.begin_all_to_all = begin_all_to_all
     return trained({}, shards=shards)[0], sum(sent)
@@ -192,8 +192,8 @@ def test_machines_add_up_gradients_before_they_send_them(gpus, expected):
         sent[len(first_ranks), first_ranks[1]] = sum(each for _, each in results)
     # In gradients: alone, each worker sends a quarter to each other one. A machine of two sends one
     # sum. One of three has two sums, of lanes 0 and 1 and of lane 2, but only a quarter is needed.
-    whole = sent[4, 1] / 3
-    assert sent == {(4, 1): 3 * whole, (2, 2): whole, (2, 3): 5 / 4 * whole}
+    all_gradients = sent[4, 1] / 3
+    assert sent == {(4, 1): 3 * all_gradients, (2, 2): all_gradients, (2, 3): 5 / 4 * all_gradients}
 
 
 def continued(directory, steps, devices=1):
@@ -227,9 +227,9 @@ def streamed(devices):
 
 
 def test_streams_have_the_same_bits(gpus):
-    one = gpus.call(streamed, 1)
-    assert gpus.call(streamed, 2) == one
-    assert gpus.workers(2, streamed, 1, **{VISIBLE: "0,1"}) == [one] * 2
+    alone = gpus.call(streamed, 1)
+    assert gpus.call(streamed, 2) == alone
+    assert gpus.workers(2, streamed, 1, **{VISIBLE: "0,1"}) == [alone] * 2
 
 
 @pytest.mark.parametrize("embeds", [False, True])

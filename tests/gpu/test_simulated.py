@@ -11,16 +11,16 @@ from tests.gpu.test_same_bits import trained
 
 
 def mixed():
-    one, two = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
-    for other in (two, torch.ones(2)):
+    first, second = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+    for other in (second, torch.ones(2)):
         with pytest.raises(RuntimeError, match="on the same device, but found at least two"):
-            one + other
+            first + other
     with pytest.raises(RuntimeError, match="same device"):
-        F.linear(torch.ones(1, 2), one.view(1, 2))
-    torch._foreach_add_([one, two], [one.clone(), two.clone()])
+        F.linear(torch.ones(1, 2), first.view(1, 2))
+    torch._foreach_add_([first, second], [first.clone(), second.clone()])
     with pytest.raises(RuntimeError, match="on the same device, but found at least two"):
-        torch._foreach_add_([one], [two])
-    return (one + torch.tensor(1.0) + two.to("cuda:0")).tolist()
+        torch._foreach_add_([first], [second])
+    return (first + torch.tensor(1.0) + second.to("cuda:0")).tolist()
 
 
 def test_devices_cannot_be_mixed_in_one_operation(gpus):
@@ -85,7 +85,7 @@ def waits():
         y = x.detach().to("cuda:0")
         pinned = torch.ones(3).pin_memory().to("cuda:0", non_blocking=True)
         (y + pinned).sum()
-    with counted() as some:
+    with counted() as reasons:
         y.sum().item()
         torch.equal(y, y)
         y.tolist()
@@ -96,13 +96,13 @@ def waits():
         while not event.query():
             pass
         event.query()
-    return none, some
+    return none, reasons
 
 
 def test_waits_of_the_host_are_counted(gpus):
-    none, some = gpus.call(waits)
+    none, reasons = gpus.call(waits)
     assert none == []
-    assert [reason.partition(" on ")[0] for reason in some] == [
+    assert [reason.partition(" on ")[0] for reason in reasons] == [
         "item",
         "equal",
         "copy to host",
@@ -111,7 +111,7 @@ def test_waits_of_the_host_are_counted(gpus):
         "synchronize",
         "query",
     ]
-    assert some[-2].endswith("cuda:1")
+    assert reasons[-2].endswith("cuda:1")
 
 
 def running_statistics():
@@ -165,17 +165,17 @@ def collectives():
     from datetime import timedelta
 
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
-    own = torch.arange(4.0, device="cuda") + 10 * rank
+    source = torch.arange(4.0, device="cuda") + 10 * rank
     out = torch.empty(4, device="cuda")
-    kept = dist.all_to_all_single(out, own, [2, 2], [2, 2], async_op=True)
+    kept = dist.all_to_all_single(out, source, [2, 2], [2, 2], async_op=True)
     before = out.tolist()
     kept.wait()
     after = out.tolist()
-    changed = dist.all_to_all_single(out, own, [2, 2], [2, 2], async_op=True)
-    own.fill_(7.0)
+    changed = dist.all_to_all_single(out, source, [2, 2], [2, 2], async_op=True)
+    source.fill_(7.0)
     changed.wait()
     reused = out.tolist()
-    freed = dist.all_to_all_single(out, own.clone(), [2, 2], [2, 2], async_op=True)
+    freed = dist.all_to_all_single(out, source.clone(), [2, 2], [2, 2], async_op=True)
     freed.wait()
     dist.destroy_process_group()
     return before, after, reused, out.tolist()

@@ -9,7 +9,7 @@ import torch
 
 from samestep.snapshot import memory_slot
 from samestep.snapshot.memory_slot import MemorySlot
-from samestep.snapshot.part import StagingBuffer, contribution
+from samestep.snapshot.part import StagingBuffer, contribution_of
 
 
 def state(device):
@@ -25,19 +25,19 @@ def copied(refuses_pinning):
     buffer = StagingBuffer()
     file = os.memfd_create("test")
     slot = MemorySlot(file)
-    found = []
+    copies = []
     for place in ("cuda:1", "cpu"):
-        mine, tensors = contribution(state(place), {"own": state(place)}, 0, 2)
-        buffer.reserve(mine.file_bytes, tensors[0].device if place != "cpu" else None)
+        contributed, tensors = contribution_of(state(place), {"own": state(place)}, 0, 2)
+        buffer.reserve(contributed.file_bytes, tensors[0].device if place != "cpu" else None)
         with device.counted() as waits:
-            data = bytes(buffer.copy(mine, tensors))
-            slot.write({}, mine, tensors)
+            data = bytes(buffer.copy(contributed, tensors))
+            slot.write({}, contributed, tensors)
             tensors[0] + 1  # not affected if the system refused
         content = memory_slot.read(file)
-        found.append((data, os.pread(file, memory_slot.START + content.part.file.size, 0)))
+        copies.append((data, os.pread(file, memory_slot.START + content.part.file.size, 0)))
         if place != "cpu":
             gpu_waits = waits
-    return found[0] == found[1], gpu_waits, device.LIBRARY.sim_pinned_bytes()
+    return copies[0] == copies[1], gpu_waits, device.LIBRARY.sim_pinned_bytes()
 
 
 def test_state_is_copied_with_one_wait_in_memory_of_its_size(gpus):
@@ -64,5 +64,5 @@ def addresses_of(dtype):
         layers = [torch.nn.Linear(65, 65) for _ in range(3)]
         model = run.replicate(torch.nn.Sequential(*layers).to(dtype))
         optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
-        segments = [one for group in optimizer.param_groups for one in group["params"]]
-        return [one.data_ptr() for one in [*model.parameters(), *segments]]
+        segments = [segment for group in optimizer.param_groups for segment in group["params"]]
+        return [tensor.data_ptr() for tensor in [*model.parameters(), *segments]]

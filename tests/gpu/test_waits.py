@@ -57,9 +57,9 @@ def sharded_waits(bucket_bytes):
     exchange.BUCKET_BYTES = bucket_bytes
     begin, exchanges = Distributed.begin_all_to_all, []
 
-    def begin_all_to_all(world, out, out_sizes, own, own_sizes, what, **options):
+    def begin_all_to_all(world, out, out_sizes, source, source_sizes, what, **options):
         exchanges.append(what)
-        return begin(world, out, out_sizes, own, own_sizes, what, **options)
+        return begin(world, out, out_sizes, source, source_sizes, what, **options)
 
     Distributed.begin_all_to_all = begin_all_to_all
     return waits_of(4, shards=True), exchanges.count("exchanging gradients")
@@ -67,8 +67,8 @@ def sharded_waits(bucket_bytes):
 
 def test_step_of_several_workers_waits_for_nccl_and_once_for_a_device(gpus):
     for bucket_bytes, least in ((1 << 30, 3), (1 << 12, 6)):
-        found = gpus.workers(2, sharded_waits, bucket_bytes, **{VISIBLE: "0,1"})
-        for rank, (waits, exchanges) in enumerate(found):
+        results = gpus.workers(2, sharded_waits, bucket_bytes, **{VISIBLE: "0,1"})
+        for rank, (waits, exchanges) in enumerate(results):
             # first until NCCL's last call is complete, so that a hang is reported
             assert waits == ([f"query on cuda:{rank}", f"event on cuda:{rank}"], [])
             assert exchanges >= least
@@ -106,11 +106,11 @@ def waits_for_outputs(devices):
         with counted() as waits:
             run.evaluate(lambda model, batch: model(batch[0]), model, images(40), 10, gather=True)
         start = LIBRARY.sim_waits()
-        found = run.evaluate(outputs, model, images(40), 10, gather=True)
+        gathered = run.evaluate(outputs, model, images(40), 10, gather=True)
         expected = model(images(40).tensors[0].to(run.device))
-        assert torch.equal(found["logits"], expected.cpu())
-        assert torch.equal(found["labels"], images(40).tensors[1])
-        assert not found["logits"].is_pinned()
+        assert torch.equal(gathered["logits"], expected.cpu())
+        assert torch.equal(gathered["labels"], images(40).tensors[1])
+        assert not gathered["logits"].is_pinned()
         return waits, before
 
 

@@ -78,9 +78,9 @@ def _snapshot() -> Iterator[str]:
 def _integrations() -> Iterator[str]:
     for module, names in INTEGRATIONS.items():
         file = Path(samestep.__file__).parent / "integrations" / f"{module}.py"
-        found = {getattr(node, "name", ""): node for node in ast.parse(file.read_text()).body}
+        nodes = {getattr(node, "name", ""): node for node in ast.parse(file.read_text()).body}
         for name in names:
-            node = found[name]
+            node = nodes[name]
             parameters = ""
             if isinstance(node, ast.FunctionDef):
                 every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

@@ -14,15 +14,12 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "samestep"
 MAY_USE_DISTRIBUTED = {"comm", "launch"}
-# They measure torch's own communication.
-MEASURES = {"tools/doctor/probe.py"}
 # It writes the files of torch.distributed.checkpoint, alone (no_dist), and uses nothing else.
 CHECKPOINTS = "snapshot/dcp.py"
 OTHERS = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.relative_to(PACKAGE).parts[0] not in MAY_USE_DISTRIBUTED
-    and str(path.relative_to(PACKAGE)) not in MEASURES
 ]
 
 
@@ -78,16 +75,16 @@ def cycles(source):
         graph[_name(module)] = {
             name if name in modules else name.rpartition(".")[0] for name in names
         }
-    found = []
+    texts = []
     while True:
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
             cycle = error.args[1][::-1]  # each module imports the next one
-            found.append(" imports ".join(cycle))
+            texts.append(" imports ".join(cycle))
             graph[cycle[0]].remove(cycle[1])
         else:
-            return found
+            return texts
 
 
 def _name(module):

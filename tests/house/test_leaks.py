@@ -65,7 +65,7 @@ def test_a_thread_left_behind_is_found():
 
 
 def test_a_file_in_shared_memory_left_behind_is_found():
-    needs("/dev/shm", found=SHARED_MEMORY.is_dir())
+    needs("/dev/shm", is_present=SHARED_MEMORY.is_dir())
     file = SHARED_MEMORY / f"samestep-test-{secrets.token_hex(8)}"
     with pytest.raises(LeakError, match=f"file {file}"), nothing_left(grace_seconds=0):
         file.touch()
@@ -73,7 +73,7 @@ def test_a_file_in_shared_memory_left_behind_is_found():
 
 
 def test_a_file_of_torch_whose_process_was_killed_is_deleted():
-    needs("/dev/shm", found=SHARED_MEMORY.is_dir())
+    needs("/dev/shm", is_present=SHARED_MEMORY.is_dir())
     exited = subprocess.Popen(["true"])
     exited.wait()
     file = SHARED_MEMORY / f"torch_{exited.pid}_{secrets.token_hex(8)}_0"

@@ -22,15 +22,15 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 def anchors(text):
     """Return the anchors of a document as GitHub names them, with numbers if they repeat."""
-    found = set(ANCHOR.findall(text))
+    names = set(ANCHOR.findall(text))
     for heading in HEADING.findall(
         re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     ):
         plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
-        numbered = (f"{slug}-{n}" if n else slug for n in range(len(found) + 1))
-        found.add(next(name for name in numbered if name not in found))
-    return found
+        numbered = (f"{slug}-{n}" if n else slug for n in range(len(names) + 1))
+        names.add(next(name for name in numbered if name not in names))
+    return names
 
 
 def broken_links(document):

@@ -65,10 +65,10 @@ def test_hosts_reach_each_other_until_one_is_disconnected():
 def test_a_command_runs_on_a_host_and_the_host_is_deleted():
     with hosts(1) as (host,):
         code = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
-        there = subprocess.run(
+        completed = subprocess.run(
             host.command(sys.executable, "-c", code), check=True, capture_output=True, text=True
         )
-        assert there.stdout == "['cable', 'lo']\n"
+        assert completed.stdout == "['cable', 'lo']\n"
         assert Path("/run/netns", host.name).exists()
     assert not Path("/run/netns", host.name).exists()
     with pytest.raises(FileNotFoundError):

@@ -41,7 +41,9 @@ def collate(samples: list[dict[str, object]]) -> dict[str, torch.Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def padded(name: str, value: int) -> torch.Tensor:
-        return torch.tensor([one[name] + [value] * (longest - len(one[name])) for one in samples])
+        return torch.tensor(
+            [sample[name] + [value] * (longest - len(sample[name])) for sample in samples]
+        )
 
     batch = {"input_ids": padded("input_ids", 0), "attention_mask": padded("attention_mask", 0)}
     if isinstance(samples[0]["labels"], list):
@@ -116,10 +118,10 @@ class Seen(transformers.TrainerCallback):
         return super().__getattribute__(name)
 
 
-def train(kind: str, given: dict[str, object]) -> None:
+def train(kind: str, options: dict[str, object]) -> None:
     """Train with 3 samples per lane; write what the trainer returned to `output_dir`."""
     with ss.init(lanes=4) as run:
-        out = Path(given.pop("output_dir", "out"))
+        out = Path(options.pop("output_dir", "out"))
         arguments = {
             "per_device_train_batch_size": 3,
             "per_device_eval_batch_size": 5,
@@ -131,7 +133,7 @@ def train(kind: str, given: dict[str, object]) -> None:
             "report_to": "none",
             "disable_tqdm": True,
             "use_cpu": True,
-            **given,
+            **options,
         }
         seen = Seen()
         trainer = Trainer(

@@ -88,7 +88,7 @@ def train(epochs: int, out: Path | None = None) -> None:
         module = Net()
         metrics = fit(module, Data(), run=run, max_epochs=epochs, gradient_clip_val=1.0)
         if run.is_main and out is not None:
-            weights = [one.tolist() for one in module.parameters()]
+            weights = [parameter.tolist() for parameter in module.parameters()]
             report = {"metrics": metrics, "hooks": module.hooks, "weights": weights}
             out.write_text(json.dumps(report))
 

@@ -254,7 +254,7 @@ def test_a_notebook_trains_and_resumes(folder):
     cells = [nbformat.v4.new_code_cell(BLOCKS["not run: needs a notebook"]) for _ in range(2)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=300).execute()
-    first, second = ("".join(one.get("text", "") for one in cell.outputs) for cell in cells)
+    first, second = ("".join(output.get("text", "") for output in cell.outputs) for cell in cells)
     assert "rank 0 of 2, from step 0" in first
     assert "rank 0 of 2, from step 80" in second
     assert state("runs/notebook") == alone()

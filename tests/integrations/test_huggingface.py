@@ -31,13 +31,13 @@ IN_ORDER = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
 OFF = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def body(kind, out, given=(), **options):
+def body(kind, out, settings=(), **options):
     """Train in a worker, with the options of a run from the environment of `samestep run`."""
-    job.train(kind, {"output_dir": str(out), **dict(given), **options})
+    job.train(kind, {"output_dir": str(out), **dict(settings), **options})
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         "bert",
         "gpt2",
@@ -48,11 +48,13 @@ def body(kind, out, given=(), **options):
         "dropped dataloader_num_workers=1",
     ],
 )
-def test_steps_are_the_same_with_2_workers_and_after_a_kill(given, capsys, monkeypatch, tmp_path):
+def test_steps_are_the_same_with_2_workers_and_after_a_kill(
+    arguments, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ["-n", "1,2", "--steps", "6", "--kill"]
-    status = main(["verify", *flags, job.__file__, *given.split()])
+    status = main(["verify", *flags, job.__file__, *arguments.split()])
     assert status == 0, "".join(capsys.readouterr())
 
 
@@ -65,18 +67,20 @@ def test_a_run_evaluates_logs_and_predicts_the_same_with_2_workers(tmp_path):
         for entry in reports[-1]["history"]:
             for name in [name for name in entry if name.endswith(("_runtime", "_per_second"))]:
                 del entry[name]
-    one, two = reports
-    assert one["steps"] == 8
+    first, second = reports
+    assert first["steps"] == 8
     # on_prediction_step is called by the worker that evaluates the block
-    assert one["events"].pop("on_prediction_step") > two["events"].pop("on_prediction_step")
-    assert one == two
+    assert first["events"].pop("on_prediction_step") > second["events"].pop("on_prediction_step")
+    assert first == second
     counts = {"step_begin": 8, "optimizer_step": 8, "step_end": 8, "epoch_begin": 2, "epoch_end": 2}
-    assert counts.items() <= {name[3:]: count for name, count in one["events"].items()}.items()
-    assert one["events"]["on_evaluate"] == 2
-    assert one["events"]["on_log"] == 4 + 2 + 1  # every 2 steps, evaluations, the end
+    assert counts.items() <= {name[3:]: count for name, count in first["events"].items()}.items()
+    assert first["events"]["on_evaluate"] == 2
+    assert first["events"]["on_log"] == 4 + 2 + 1  # every 2 steps, evaluations, the end
 
-    evaluated = [entry for entry in two["history"] if "eval_loss" in entry][-1]
-    run_workers(evaluate_again, 1, tmp_path / "2", two["predictions"], evaluated, environment=OFF)
+    evaluated = [entry for entry in second["history"] if "eval_loss" in entry][-1]
+    run_workers(
+        evaluate_again, 1, tmp_path / "2", second["predictions"], evaluated, environment=OFF
+    )
 
 
 def evaluate_again(folder, predictions, evaluated):
@@ -126,7 +130,7 @@ def compare_with_transformers(out):
                 trainer = Trainer(model, arguments, run=run, **options)
                 trainer.train()
         logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        results.append((logged, [one.detach().clone() for one in model.parameters()]))
+        results.append((logged, [parameter.detach().clone() for parameter in model.parameters()]))
     (theirs, their_weights), (ours, our_weights) = results
     assert len(theirs) == len(ours) == 8
     for their, our in zip(theirs, ours, strict=True):
@@ -165,7 +169,7 @@ def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path):
 
 def keep_the_best(out, folder):
     """Train with snapshots at the end of epochs, twice; the second start has no steps left."""
-    found = []
+    starts = []
     for _ in range(2):
         with ss.init(lanes=4, dir=folder, keep_last=1, keep_best=1) as run:
             arguments = TrainingArguments(
@@ -180,7 +184,7 @@ def keep_the_best(out, folder):
             first_step = run.step
             trainer.train()
         snapshots = [path.name for path in list_snapshots(folder)]
-        found.append((first_step, snapshots, fingerprint(trainer.model.state_dict())))
+        starts.append((first_step, snapshots, fingerprint(trainer.model.state_dict())))
     losses = {
         entry["step"]: entry["eval_loss"]
         for entry in trainer.state.log_history
@@ -189,7 +193,7 @@ def keep_the_best(out, folder):
     best = min(losses, key=losses.get)
     assert [*losses] == [2, 4, 6, 8, 10]
     assert best < 10
-    (_, snapshots, weights), again = found
+    (_, snapshots, weights), again = starts
     assert snapshots == [f"step-{best:08}", "step-00000010"]
     assert again == (10, snapshots, weights)
 
@@ -201,8 +205,8 @@ def test_the_newest_and_the_best_snapshot_stay_and_the_newest_is_loaded(tmp_path
 def refuse(out):
     """Check the errors of what has no meaning in a run."""
 
-    def error(kind=Trainer, training=None, **given):
-        arguments = TrainingArguments(out, use_cpu=True, report_to="none", **given)
+    def error(kind=Trainer, training=None, **options):
+        arguments = TrainingArguments(out, use_cpu=True, report_to="none", **options)
         with ss.init(lanes=2) as run:
             try:
                 trainer = kind(job.build("bert"), arguments, run=run)

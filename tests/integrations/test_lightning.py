@@ -36,20 +36,20 @@ def test_steps_are_the_same_with_2_workers_and_after_a_kill(capsys, monkeypatch,
 def test_a_module_logs_and_validates_the_same_with_2_workers(tmp_path):
     for workers in (1, 2):
         run_workers(job.train, workers, 2, tmp_path / f"{workers}.json")
-    one, two = (json.loads((tmp_path / f"{workers}.json").read_text()) for workers in (1, 2))
-    assert one == two
-    hooks = [text.split()[0] for text in one["hooks"]]
+    first, second = (json.loads((tmp_path / f"{workers}.json").read_text()) for workers in (1, 2))
+    assert first == second
+    hooks = [text.split()[0] for text in first["hooks"]]
     assert hooks == ["start", "validated", "end"] * 2
-    assert {"train_loss", "train_loss_epoch", "val_loss", "rate"} <= one["metrics"].keys()
+    assert {"train_loss", "train_loss_epoch", "val_loss", "rate"} <= first["metrics"].keys()
 
     module, samples = job.Net(), job.images(17, seed=2)
-    for parameter, values in zip(module.parameters(), one["weights"], strict=True):
+    for parameter, values in zip(module.parameters(), first["weights"], strict=True):
         parameter.data = torch.tensor(values)
     logits, labels = module.eval().layers(samples.tensors[0]), samples.tensors[1]
     loss = F.cross_entropy(logits, labels).item()
-    assert one["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-5)
     accuracy = int((logits.argmax(1) == labels).sum()) / 17
-    assert one["metrics"]["val_accuracy"] == pytest.approx(accuracy)
+    assert first["metrics"]["val_accuracy"] == pytest.approx(accuracy)
 
 
 class InOrder(job.Data):
@@ -75,7 +75,7 @@ def compare_with_lightning(folder):
         else:
             with ss.init(lanes=lanes) as run:
                 metrics = fit(module, InOrder(), run=run, max_epochs=3, gradient_clip_val=0.5)
-        weights = [one.detach().clone() for one in module.parameters()]
+        weights = [parameter.detach().clone() for parameter in module.parameters()]
         results.append(({name: float(value) for name, value in metrics.items()}, weights))
     (theirs, their_weights), (ours, our_weights) = results
     names = {"train_loss", "train_loss_epoch", "val_loss", "val_accuracy", "rate"}

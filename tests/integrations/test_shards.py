@@ -44,13 +44,13 @@ def used(dataset, sizes, column, workers):
     """Return the sorted samples of an epoch that workers use."""
 
     def body():
-        found = []
+        values = []
         with ss.init(lanes=4) as run:
             order = ss.ShardOrder(sizes, window=2)
             for batch in run.batches(dataset, 10, epochs=1, order=order):
                 for samples in batch:
-                    found += [int(value) for value in samples[column]]
-        return found
+                    values += [int(value) for value in samples[column]]
+        return values
 
     return sorted(chain(*run_workers(body, workers)))
 
@@ -100,16 +100,16 @@ def test_streaming_dataset(streaming, tmp_path):
     def body():
         dataset = streaming.StreamingDataset(**options, batch_size=1)
         sizes = dataset.samples_per_shard
-        found = []
+        values = []
         with ss.init(lanes=4) as run:
             for batch in run.batches(dataset, 10, epochs=1, order=ss.ShardOrder(sizes, window=2)):
                 for samples in batch:
-                    found += samples["x"].tolist()
-        return found, len(sizes)
+                    values += samples["x"].tolist()
+        return values, len(sizes)
 
-    ((found, shards),) = run_workers(body, 1)
+    ((values, shards),) = run_workers(body, 1)
     assert shards > 1
-    assert sorted(found) == list(range(TOTAL))
+    assert sorted(values) == list(range(TOTAL))
 
 
 def test_webdataset(tmp_path):
@@ -123,13 +123,13 @@ def test_webdataset(tmp_path):
     steps = TOTAL // 2 // BATCH  # an epoch of each of two lanes
 
     def body():
-        found = {}
+        classes = {}
         with ss.init(lanes=2) as run:
             loop = run.streams(lambda lane: pipeline(urls, 2, lane), steps=steps, name="tars")
             for batch in loop:
                 for lane, samples in batch.lane_batches():
-                    found[loop.step, lane] = [int(sample["cls"]) for sample in samples]
-        return found
+                    classes[loop.step, lane] = [int(sample["cls"]) for sample in samples]
+        return classes
 
     (alone,) = run_workers(body, 1)
     first, second = run_workers(body, 2)
@@ -169,7 +169,7 @@ def left_by(make_loop, workers, directory):
 
     for number, stop_after in zip(workers, [*range(5, 5 * len(workers), 5), None], strict=True):
         left = run_workers(body, number, stop_after)
-    assert all(one == left[0] for one in left)
+    assert all(hashes == left[0] for hashes in left)
     return left[0]
 
 

@@ -53,10 +53,10 @@ class Leader:
         """Wait for an order; it and all orders before it are in `received`."""
 
         def has_arrived():
-            for one in self.client.orders(1):
-                self.received.append(one)
-                self.attempt = one["attempt"]
-            return any(one["order"] == order for one in self.received)
+            for message in self.client.orders(1):
+                self.received.append(message)
+                self.attempt = message["attempt"]
+            return any(message["order"] == order for message in self.received)
 
         self.received.clear()
         wait_until(has_arrived)

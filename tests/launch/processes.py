@@ -63,10 +63,10 @@ def _runs(pid):
 
 def children(pid):
     """Return the process ids of a process's living children."""
-    found = set()
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) == pid and state != "Z":
-                found.add(int(folder.name))
-    return found
+                pids.add(int(folder.name))
+    return pids

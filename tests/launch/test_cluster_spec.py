@@ -19,10 +19,10 @@ def spec_of(monkeypatch):
     """Return the cluster spec of `samestep run` with flags, or its exit status. No script runs."""
 
     def run(*flags):
-        found = []
-        monkeypatch.setattr(command, "run_script", lambda *_, spec, **__: found.append(spec))
+        specs = []
+        monkeypatch.setattr(command, "run_script", lambda *_, spec, **__: specs.append(spec))
         status = cli.main(["run", *flags, "train.py"])
-        return found[0] if found else status
+        return specs[0] if specs else status
 
     return run
 
@@ -173,12 +173,12 @@ def test_any_text_gives_hosts_or_an_error_and_no_shell_syntax():
         "[",
         "%",
     ]
-    found = 0
+    host_count = 0
     for _ in range(20_000):
         text = "".join(random.choices(pieces, k=random.randrange(12)))
         with suppress(ConfigError):
             for host in parse_hosts(text, "hosts"):
-                found += 1
+                host_count += 1
                 assert not host.name.startswith("-")
                 assert not set(host.name) & set(" ;`$(\x00[")
-    assert found > 1000
+    assert host_count > 1000

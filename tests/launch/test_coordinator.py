@@ -339,7 +339,7 @@ def test_it_exits_with_its_launcher():
 def test_all_workers_of_a_host_may_connect_at_once():
     """Two connections each, more than strangers may have in a handshake."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needs("permission to open 10,000 files", found=limits[1] >= 10_000)
+    needs("permission to open 10,000 files", is_present=limits[1] >= 10_000)
     spec = ClusterSpec(("127.0.0.1", free_port()), SECRET, Nodes(1, 1))
     with ExitStack() as exits:
         exits.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)

@@ -53,8 +53,8 @@ def begin(*modules):
     state.report_start("", 0)
     os.pwrite(state.modules, json.dumps(modules).encode(), 0)
     deadline = time.monotonic() + SOON_SECONDS
-    known = {os.getpid(), *json.loads(os.environ[EARLIER])}
-    while not (others := children(os.getppid()) - known):
+    earlier = {os.getpid(), *json.loads(os.environ[EARLIER])}
+    while not (others := children(os.getppid()) - earlier):
         if time.monotonic() > deadline:
             return None
     return others.pop()

@@ -71,7 +71,7 @@ def test_the_result_is_that_of_rank_0():
 
 def test_closures_and_arguments_need_no_pickling():
     lock = threading.Lock()  # cannot be pickled
-    assert launch(lambda given: given is lock, lock) is True
+    assert launch(lambda argument: argument is lock, lock) is True
 
 
 def test_workers_find_each_other():
@@ -107,13 +107,13 @@ def test_a_model_that_outlives_its_process_group_does_not_stop_its_worker():
 
 
 def test_the_store_of_process_groups_is_served_once_all_workers_are_forked(monkeypatch):
-    at, known = [], children(os.getpid())  # of other tests
+    at, earlier = [], children(os.getpid())  # of other tests
     serve = supervisor.TCPStore
     monkeypatch.setattr(
         supervisor, "TCPStore", lambda *a, **k: at.append(children(os.getpid())) or serve(*a, **k)
     )
     launch(wait_in_a_collective, workers=3)
-    assert [len(pids - known) >= 3 for pids in at] == [True]
+    assert [len(pids - earlier) >= 3 for pids in at] == [True]
 
 
 def test_a_worker_that_does_not_exit_is_ended_with_its_result(capfd):
@@ -498,7 +498,7 @@ def test_workers_listen_only_on_the_loopback_interface():
     def body():
         dist.init_process_group("gloo")
         dist.barrier()
-        found = (
+        observed = (
             listening(os.getpid()),
             listening(os.getppid()),
             os.environ["GLOO_SOCKET_IFNAME"],
@@ -506,7 +506,7 @@ def test_workers_listen_only_on_the_loopback_interface():
         )
         dist.barrier()
         dist.destroy_process_group()
-        return found
+        return observed
 
     worker, launcher, *interfaces = launch(body)
     assert interfaces == ["lo", "lo"]

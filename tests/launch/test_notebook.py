@@ -41,7 +41,7 @@ def executed():
     return NotebookClient(notebook, timeout=300, allow_errors=True).execute().cells
 
 
-def shown(cell, kind, name=None):
+def outputs_of(cell, kind, name=None):
     return [
         output
         for output in cell.outputs
@@ -50,18 +50,18 @@ def shown(cell, kind, name=None):
 
 
 def lines(cell):
-    return "".join(output.text for output in shown(cell, "stream", "stdout")).splitlines()
+    return "".join(output.text for output in outputs_of(cell, "stream", "stdout")).splitlines()
 
 
 def test_a_failure_is_shown_with_what_workers_printed(executed):
-    [error] = shown(executed[1], "error")
+    [error] = outputs_of(executed[1], "error")
     assert error.ename == "WorkerError"
     assert error.evalue.startswith("worker 1 failed first: ValueError: unlucky")
     assert sorted(lines(executed[1])) == ["[1] worker 1 has 27", "worker 0 has 27"]
 
 
 def test_the_stop_button_stops_the_workers(executed):
-    [error] = shown(executed[2], "error")
+    [error] = outputs_of(executed[2], "error")
     assert error.ename == "KeyboardInterrupt"
 
 
@@ -69,7 +69,7 @@ def test_a_launch_after_others_prints_and_returns_its_result(executed):
     first, *others = lines(executed[3])
     assert first == "from the notebook"
     assert sorted(others) == ["[1] worker 1 has 41", "worker 0 has 41"]
-    [result] = shown(executed[3], "execute_result")
+    [result] = outputs_of(executed[3], "execute_result")
     assert result.data["text/plain"] == "tensor(41)"
-    log = "".join(one.text for one in shown(executed[3], "stream", "stderr"))
+    log = "".join(output.text for output in outputs_of(executed[3], "stream", "stderr"))
     assert [line.split()[0] for line in log.splitlines()] == ["samestep:"] * 2

@@ -123,13 +123,13 @@ def test_stdout_and_stderr_stay_apart(host):
 
 
 def test_a_line_printed_in_parts_stays_together(host):
-    parts, taken = FORK.Semaphore(0), FORK.Semaphore(0)
+    parts, pumped = FORK.Semaphore(0), FORK.Semaphore(0)
 
     def body():
         for part in (b"a ", b"line\nand ", b"another\n"):
             os.write(1, part)
             parts.release()
-            taken.acquire()
+            pumped.acquire()
 
     host.fork(12, body)
     seen = []
@@ -137,7 +137,7 @@ def test_a_line_printed_in_parts_stays_together(host):
         parts.acquire()
         host.pump()
         seen.append(host.out())
-        taken.release()
+        pumped.release()
     assert seen == [b"", b"[12] a line\n", b"[12] a line\n[12] and another\n"]
     host.close()
 
@@ -160,7 +160,7 @@ def test_a_line_of_the_launcher_starts_on_a_new_line(host):
 
 
 @pytest.mark.parametrize(
-    ("printed", "shown"),
+    ("printed", "expected"),
     [
         (b"\r10%\r20%\r100%\nnext\n", b"[1] 100%\n[1] next\n"),
         (b"for\r\nWindows\r\n", b"[1] for\n[1] Windows\n"),
@@ -168,10 +168,10 @@ def test_a_line_of_the_launcher_starts_on_a_new_line(host):
         (b"\r10%\r20%\r", b"[1] 20%\n"),
     ],
 )
-def test_the_final_state_of_other_ranks_progress_bars_is_shown(host, printed, shown):
+def test_the_final_state_of_other_ranks_progress_bars_is_shown(host, printed, expected):
     host.run(1, put(printed))
     host.outputs.drain()
-    assert host.out() == shown
+    assert host.out() == expected
 
 
 def test_a_progress_bar_that_never_ends_its_line_takes_no_memory(host):

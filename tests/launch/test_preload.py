@@ -15,8 +15,8 @@ import samestep
 
 assert "torch" not in sys.modules
 names = ("torch", "torch._dynamo", "samestep.run")
-found = samestep.launch(lambda: [name in sys.modules for name in names], workers=1)
-assert found == [True, True, True], found
+is_loaded = samestep.launch(lambda: [name in sys.modules for name in names], workers=1)
+assert is_loaded == [True, True, True], is_loaded
 assert gc.get_freeze_count() == 0  # what is garbage by now can be collected
 """
 # The functions by which imports could query GPUs in a torch with CUDA.

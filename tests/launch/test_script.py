@@ -245,14 +245,14 @@ def counted(monkeypatch):
     """Return what `samestep run` starts on a host with 4 cores and some GPUs."""
 
     def start(gpus, *flags):
-        found = []
+        calls = []
         monkeypatch.setattr(local, "count_gpus", lambda: gpus)
         monkeypatch.setattr(local, "usable_cores", lambda: 4)
         monkeypatch.setattr(
-            local, "run_script", lambda *given, **_: found.append((given[2], given[3]))
+            local, "run_script", lambda *arguments, **_: calls.append((arguments[2], arguments[3]))
         )
         assert cli.main(["run", *flags, "train.py"]) == 0
-        return found[0][0]
+        return calls[0][0]
 
     return start
 

@@ -26,8 +26,8 @@ def alone(tmp_path_factory):
 
 @pytest.fixture
 def nodes():
-    with hosts(2) as found:
-        yield found
+    with hosts(2) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -80,92 +80,92 @@ def left_by_nodes(folder):
 
 
 def test_two_hosts_leave_the_same_bits_as_one_worker(start, alone, tmp_path):
-    one, other = start(0, "--nodes", "2", "-n", "1"), start(1, "--nodes", "2", "-n", "2")
-    assert one.end() == other.end() == 0, one.output() + other.output()
-    assert "trained at 3 workers" in one.output()
+    first, other = start(0, "--nodes", "2", "-n", "1"), start(1, "--nodes", "2", "-n", "2")
+    assert first.end() == other.end() == 0, first.output() + other.output()
+    assert "trained at 3 workers" in first.output()
     assert "[2] trained at 3 workers" in other.output()
     assert left_by_nodes(tmp_path / "run") == alone
 
 
 def test_a_killed_worker_restarts_on_its_host(start, alone, tmp_path):
     fault = at(2, 1, 3, "kill")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    assert one.end() == other.end() == 0, one.output() + other.output()
-    assert one.output().count("worker 1: killed by SIGKILL") == 1
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    assert first.end() == other.end() == 0, first.output() + other.output()
+    assert first.output().count("worker 1: killed by SIGKILL") == 1
     assert [event["rank"] for event in events(tmp_path / "run", "restarting")] == [1]
     assert left_by_nodes(tmp_path / "run") == alone
 
 
 def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
-    one, other = (
+    first, other = (
         start(0, "--nodes", "1:2", "--lanes", "8", fault=fault),
         start(1, "--nodes", "1:2", "--lanes", "8", fault=fault),
     )
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGKILL)
-    assert one.end() == 0, one.output()
-    assert "trained at 1 workers" in one.output()
+    assert first.end() == 0, first.output()
+    assert "trained at 1 workers" in first.output()
     assert end_soon([int((tmp_path / "run" / "fault").read_text())])
     assert left_by_nodes(tmp_path / "run") == alone
 
 
 def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGKILL)
-    one.wait_for("was lost")
+    first.wait_for("was lost")
     another = start(1, "--nodes", "2")
-    assert one.end() == another.end() == 0, one.output() + another.output()
-    assert "trained at 2 workers" in one.output()
+    assert first.end() == another.end() == 0, first.output() + another.output()
+    assert "trained at 2 workers" in first.output()
     assert left_by_nodes(tmp_path / "run") == alone
 
 
 def test_a_later_host_joins_and_an_unauthenticated_peer_is_refused(start, nodes, alone, tmp_path):
-    one = start(0, "--nodes", "1:2", "--lanes", "8", fault=at(1, 0, 3, "wait"))
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first = start(0, "--nodes", "1:2", "--lanes", "8", fault=at(1, 0, 3, "wait"))
+    first.wait_until((tmp_path / "run" / "fault").exists)
     subprocess.run(
         nodes[1].command("bash", "-c", f"echo garbage > /dev/tcp/{nodes[0].address}/{PORT}"),
         check=True,
     )
-    one.wait_for(f"refused a connection from {nodes[1].address}")
+    first.wait_for(f"refused a connection from {nodes[1].address}")
     other = start(1, "--nodes", "1:2", "--lanes", "8")
-    assert one.end() == other.end() == 0, one.output() + other.output()
-    assert "trained at 2 workers" in one.output()
+    assert first.end() == other.end() == 0, first.output() + other.output()
+    assert "trained at 2 workers" in first.output()
     assert left_by_nodes(tmp_path / "run") == alone
 
 
 def test_the_first_host_prints_the_traceback_and_others_one_line(start, tmp_path):
     fault = at(2, 1, 3, "raise")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    assert one.end() == other.end() == 1
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    assert first.end() == other.end() == 1
     line = "worker 1 failed first: ValueError: the data is wrong [step 3, host "
-    assert one.output().count(line) == other.output().count(line) == 1
-    assert one.output().count("Traceback") == 1
+    assert first.output().count(line) == other.output().count(line) == 1
+    assert first.output().count("Traceback") == 1
     assert "Traceback" not in other.output()
 
 
 def test_a_signal_on_one_host_lets_all_snapshot_and_stop(start, tmp_path):
     fault = at(2, 0, 3, "wait")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGTERM)
-    assert one.end() == other.end() == -signal.SIGTERM
+    assert first.end() == other.end() == -signal.SIGTERM
     assert (tmp_path / "run" / "step-00000004" / "manifest.json").exists()
 
 
 def test_a_preempted_host_leaves_and_the_run_continues(start, alone, tmp_path):
     fault = at(2, 0, 3, "wait")
-    one, other = (
+    first, other = (
         start(number, "--nodes", "1:2", "--lanes", "8", fault=fault) for number in range(2)
     )
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     other.send(signal.SIGTERM)
     assert other.end() == -signal.SIGTERM
-    assert one.end() == 0, one.output()
+    assert first.end() == 0, first.output()
     assert len(events(tmp_path / "run", "resumed")) == 1
-    assert "trained at 1 workers" in one.output()
+    assert "trained at 1 workers" in first.output()
     assert left_by_nodes(tmp_path / "run") == alone
 
 
@@ -173,9 +173,9 @@ def test_a_preempted_host_leaves_and_the_run_continues(start, alone, tmp_path):
 def test_nothing_is_left_when_the_first_host_is_killed_and_another_one_is_stopped(start, tmp_path):
     fault = at(2, 1, 3, "wait")
     coordinator_client.JOIN_SECONDS = 1e6  # `impatient` restores it
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    one.send(signal.SIGKILL)
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    first.wait_until((tmp_path / "run" / "fault").exists)
+    first.send(signal.SIGKILL)
     other.wait_for("trying to join again")
     other.send(signal.SIGTERM)
     assert other.end() == 1
@@ -186,13 +186,13 @@ def test_nothing_is_left_when_the_first_host_is_killed_and_another_one_is_stoppe
 @pytest.mark.usefixtures("impatient")
 def test_a_disconnected_host_is_left_out_and_stops(start, nodes, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
-    one, other = (
+    first, other = (
         start(0, "--nodes", "1:2", "--lanes", "8", fault=fault),
         start(1, "--nodes", "1:2", "--lanes", "8", fault=fault),
     )
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     nodes[1].plug(into=False)
-    assert one.end() == 0, one.output()
+    assert first.end() == 0, first.output()
     assert other.end() == 1
     assert "lost the connection to the first host" in other.output()
     assert left_by_nodes(tmp_path / "run") == alone
@@ -200,15 +200,15 @@ def test_a_disconnected_host_is_left_out_and_stops(start, nodes, alone, tmp_path
 
 def test_a_cut_network_stops_nothing(start, nodes, alone, tmp_path):
     fault = at(2, -1, 3, "pause")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     nodes[0].plug(into=False)
     # nothing may happen in this time, in which a host once had to respond
     time.sleep(5.5)
     nodes[0].plug(into=True)
-    assert one.end() == other.end() == 0, one.output() + other.output()
+    assert first.end() == other.end() == 0, first.output() + other.output()
     assert not events(tmp_path / "run", "restarting")
-    assert "lost" not in one.output() + other.output()
+    assert "lost" not in first.output() + other.output()
     assert left_by_nodes(tmp_path / "run") == alone
 
 
@@ -216,25 +216,25 @@ def test_a_cut_network_stops_nothing(start, nodes, alone, tmp_path):
 def test_a_host_that_was_lost_joins_again(start, nodes, alone, tmp_path):
     fault = at(2, 1, 3, "wait once")
     coordinator_client.JOIN_SECONDS = 60.0
-    one = start(0, "--nodes", "2", fault=fault)
+    first = start(0, "--nodes", "2", fault=fault)
     other = start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
+    first.wait_until((tmp_path / "run" / "fault").exists)
     nodes[1].plug(into=False)
-    one.wait_for("was lost (no message for 3 s)")
+    first.wait_for("was lost (no message for 3 s)")
     nodes[1].plug(into=True)
     # the workers of the next attempt are not told to wait
     other.wait_for("trying to join again")
-    one.wait_until(lambda: events(tmp_path / "run", "resumed"))
-    assert (one.end(), other.end()) == (0, 0), one.output() + other.output()
+    first.wait_until(lambda: events(tmp_path / "run", "resumed"))
+    assert (first.end(), other.end()) == (0, 0), first.output() + other.output()
     assert left_by_nodes(tmp_path / "run") == alone
 
 
 def test_a_first_host_that_is_killed_and_started_again_finds_the_others(start, alone, tmp_path):
     fault = at(2, 0, 3, "wait")
-    one, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
-    one.wait_until((tmp_path / "run" / "fault").exists)
-    one.send(signal.SIGKILL)
-    one.wait_for_exit()
+    first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
+    first.wait_until((tmp_path / "run" / "fault").exists)
+    first.send(signal.SIGKILL)
+    first.wait_for_exit()
     again = start(0, "--nodes", "2")
     assert again.end() == other.end() == 0, again.output() + other.output()
     assert len(events(tmp_path / "run", "resumed")) == 1
@@ -245,14 +245,16 @@ def test_a_first_host_that_is_killed_and_started_again_finds_the_others(start, a
 def test_a_disk_that_stalls_loses_no_host(start_in, alone):
     with stalling_disk() as (folder, stall, recover):
         fault = at(2, -1, 3, "pause")
-        one, other = (start_in(folder, number, "--nodes", "2", fault=fault) for number in range(2))
-        one.wait_until((folder / "run" / "fault").exists)
+        first, other = (
+            start_in(folder, number, "--nodes", "2", fault=fault) for number in range(2)
+        )
+        first.wait_until((folder / "run" / "fault").exists)
         stall()
         # nothing may happen in this time, which is more than a host has to respond
         time.sleep(4.5)
-        assert "made step 4" not in one.output()
+        assert "made step 4" not in first.output()
         recover()
-        assert one.end() == other.end() == 0, one.output() + other.output()
+        assert first.end() == other.end() == 0, first.output() + other.output()
         assert not events(folder / "run", "restarting")
-        assert "lost" not in one.output() + other.output()
+        assert "lost" not in first.output() + other.output()
         assert left_by_nodes(folder / "run") == alone

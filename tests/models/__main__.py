@@ -23,7 +23,7 @@ SCRIPT: Final = Path(__file__).with_name("train.py")
 REQUIREMENTS: Final = Path(__file__).with_name("requirements.txt").relative_to(ROOT)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Verify the jobs that the command line selects; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.models",
@@ -34,7 +34,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--list", action="store_true", help="print the names of the jobs and exit")
     add("-n", "--workers", default="1,2,3", help="worker counts (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.names if name not in JOBS]:
         parser.error(f"no job has the name {unknown[0]!r}; --list prints the names")
     names = arguments.names or list(JOBS)

@@ -37,10 +37,12 @@ class Epochs:
 def in_order(script, seed=0, **options):
     """Let `script.DataLoader` shuffle as a run does; `options` are more of `run.batches`."""
 
-    def loader(dataset, batch_size=1, *, shuffle=False, num_workers=0, **own):
+    def loader(dataset, batch_size=1, *, shuffle=False, num_workers=0, **loader_options):
         if shuffle:
-            return Epochs(run, dataset, batch_size, loader_workers=num_workers, **own, **options)
-        return DataLoader(dataset, batch_size, num_workers=num_workers, **own)
+            return Epochs(
+                run, dataset, batch_size, loader_workers=num_workers, **loader_options, **options
+            )
+        return DataLoader(dataset, batch_size, num_workers=num_workers, **loader_options)
 
     with ss.init(lanes=1, seed=seed) as run, patch.object(script, "DataLoader", loader):
         yield
@@ -53,7 +55,9 @@ def keyed_lane(script, seed=0):
     with patch.object(
         script,
         "Lane",
-        lambda *given, **named: LaneStream(lambda _: make(*given, **named), "games", 0, seed),
+        lambda *arguments, **named: LaneStream(
+            lambda _: make(*arguments, **named), "games", 0, seed
+        ),
     ):
         yield
 

@@ -140,8 +140,8 @@ def test_the_nearest_layer_wins(layers, tmp_path_factory):
     }
     (folder / "layers").mkdir()
     for layer, content in chain.items():
-        own = {"steps": values[layer]} if layer in layers else {}
-        write(folder / "layers" / f"{layer}.yaml", content | own | {"inner": {"rate": 7}})
+        layer_values = {"steps": values[layer]} if layer in layers else {}
+        write(folder / "layers" / f"{layer}.yaml", content | layer_values | {"inner": {"rate": 7}})
     arguments = ["steps=4"] if "argument" in layers else []
 
     # arguments win wherever they stand
@@ -266,14 +266,14 @@ def test_an_empty_file_changes_nothing(tmp_path):
 
 
 def test_help_lists_every_setting_with_default_type_and_description():
-    shown = parser(Outer, "A test.").format_help()
+    help_text = parser(Outer, "A test.").format_help()
 
     for key in KEYS:
-        assert f"  {key}=" in shown
-    assert "steps=10\n      how many (int)" in shown
-    assert "limit=none\n      a limit (float | None)" in shown
-    assert "inner.shape=[1, 2]\n      a shape (tuple[int, ...])" in shown
-    assert "inner.kind=fast\n      a kind (one of ['fast', 'slow'])" in shown
+        assert f"  {key}=" in help_text
+    assert "steps=10\n      how many (int)" in help_text
+    assert "limit=none\n      a limit (float | None)" in help_text
+    assert "inner.shape=[1, 2]\n      a shape (tuple[int, ...])" in help_text
+    assert "inner.kind=fast\n      a kind (one of ['fast', 'slow'])" in help_text
 
 
 @pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
@@ -285,10 +285,10 @@ def test_help_and_argument_errors_are_printed_by_rank_0_only(rank, printed, monk
         assert any(capsys.readouterr()) is printed
 
 
-@pytest.mark.parametrize("given", [["--dir", "runs/two"], []])
-def test_a_dir_of_samestep_run_is_the_recipe_s(given, monkeypatch):
+@pytest.mark.parametrize("arguments", [["--dir", "runs/two"], []])
+def test_a_dir_of_samestep_run_is_the_recipe_s(arguments, monkeypatch):
     monkeypatch.setenv("SAMESTEP_DIR", "runs/one")
-    parsed = parser(Outer, "Do something.").parse_intermixed_args(["steps=3", *given])
+    parsed = parser(Outer, "Do something.").parse_intermixed_args(["steps=3", *arguments])
     assert (parsed.dir, parsed.settings) == (Path("runs/one"), ["steps=3"])
 
 

@@ -82,7 +82,7 @@ class Remote:
     name, dropped = "remote", 0
 
     def __init__(self):
-        self.pause_seconds, self.taken, self.closed = 0.001, [], False
+        self.pause_seconds, self.received, self.closed = 0.001, [], False
         self.calls, self.outcomes = threading.Semaphore(0), []
         self.allowed = threading.Semaphore(0)
 
@@ -90,7 +90,7 @@ class Remote:
         return self._answer(0)
 
     def send(self, offset, lines):
-        self.taken.append(self._answer((offset, lines)))
+        self.received.append(self._answer((offset, lines)))
 
     def _answer(self, value):
         self.calls.release()
@@ -114,7 +114,7 @@ def test_everything_present_is_sent_before_the_thread_ends(run):
     remote.allowed.release(100)
     sender.finish()
     assert sender.wait(None)
-    assert remote.taken == [(0, b"".join(LINES))]
+    assert remote.received == [(0, b"".join(LINES))]
     assert remote.closed
     assert sender.status(size(run)) == {
         "name": "remote",
@@ -151,7 +151,7 @@ def test_failures_are_retried_and_reported(run, caplog):
         remote.allowed.release(1)
         sender.finish()
         assert sender.wait(None)
-    assert remote.taken == [(0, b"".join(LINES))]
+    assert remote.received == [(0, b"".join(LINES))]
     assert sender.status(size(run))["error"] is None
     assert (
         caplog.text.count("the record cannot be sent to remote (PermissionError: denied); retrying")
@@ -172,7 +172,7 @@ def test_a_destination_that_exits_is_retried_and_reported(run, caplog, error):
         remote.allowed.release(10)
         sender.finish()
         assert sender.wait(None)
-    assert remote.taken == [(0, b"".join(LINES))]
+    assert remote.received == [(0, b"".join(LINES))]
     assert f"cannot be sent to remote ({type(error).__name__}: {error}); retrying" in caplog.text
 
 

@@ -45,9 +45,9 @@ def append(file, events):
     opened.close()
 
 
-def same(one, other):
+def same(first, second):
     """Return whether values and types are equal; nan equals nan, and 0.0 differs from -0.0."""
-    return repr(one) == repr(other)
+    return repr(first) == repr(second)
 
 
 @given(st.lists(EVENTS, max_size=3))
@@ -71,12 +71,12 @@ def test_every_line_is_strict_json(file, events):
 @given(st.lists(EVENTS, max_size=3), st.data())
 def test_a_truncated_file_reads_as_a_prefix_and_can_be_appended_to(file, events, data):
     write(file, events)
-    whole = file.read_bytes()
-    size = data.draw(st.integers(0, len(whole)))
-    file.write_bytes(whole[:size])
+    content = file.read_bytes()
+    size = data.draw(st.integers(0, len(content)))
+    file.write_bytes(content[:size])
     kept = list(read_events(file))
     assert same(kept, events[: len(kept)])
-    assert len(kept) >= whole[:size].count(b"\n")
+    assert len(kept) >= content[:size].count(b"\n")
     append(file, [{"event": "resumed"}])
     assert same(list(read_events(file)), [*kept, {"event": "resumed"}])
 

@@ -65,9 +65,9 @@ def written(run):
 
 def check_all_sent(run, remote):
     """Each byte was sent once, except for `sink` events written after the end."""
-    there = stream(remote)
-    assert written(run).startswith(there)
-    assert {event["event"] for event in parse_events(written(run)[len(there) :])} <= {"sink"}
+    sent = stream(remote)
+    assert written(run).startswith(sent)
+    assert {event["event"] for event in parse_events(written(run)[len(sent) :])} <= {"sink"}
 
 
 def statuses(run):

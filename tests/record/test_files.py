@@ -29,7 +29,7 @@ def test_chunks_are_found_by_name(parts):
 
 
 def test_incomplete_chunks_and_other_files_are_ignored():
-    whole = names([EventChunk(3, 8)])
+    complete = names([EventChunk(3, 8)])
     torn = dict.fromkeys(names([EventChunk(3, 9)]), 4)
     others = {
         "lock": 0,
@@ -39,7 +39,7 @@ def test_incomplete_chunks_and_other_files_are_ignored():
         "0-5.jsonl": 5,
         "": 1,
     }
-    assert find_chunks({**others, **torn, **whole}) == [EventChunk(3, 8)]
+    assert find_chunks({**others, **torn, **complete}) == [EventChunk(3, 8)]
 
 
 @given(PARTS)
@@ -57,8 +57,8 @@ def test_removing_redundant_chunks_loses_no_bytes(parts):
     left = redundant_chunks(parts)
     needed = [part for part in set(parts) if part not in left]
 
-    def bytes_of(some):
-        return {byte for part in some for byte in range(part.start, part.end)}
+    def bytes_of(chunks):
+        return {byte for chunk in chunks for byte in range(chunk.start, chunk.end)}
 
     assert bytes_of(needed) == bytes_of(parts)
     assert redundant_chunks(needed) == []

@@ -91,9 +91,11 @@ def test_a_run_that_was_killed_often_reads_like_an_uninterrupted_one(directory, 
         events.append({"event": "resumed", "step": max(start, reached - kept)})
     events += attempt(events[-1]["step"], 20)
     write(directory, events)
-    found = [event for event in history(directory) if event["event"] not in {"started", "resumed"}]
+    step_events = [
+        event for event in history(directory) if event["event"] not in {"started", "resumed"}
+    ]
     once = list(attempt(0, 20))
-    assert sorted(found, key=order) == sorted(once, key=order)
+    assert sorted(step_events, key=order) == sorted(once, key=order)
 
 
 def order(event):

@@ -60,9 +60,9 @@ def test_other_fields_are_kept(notes, tmp_path):
 def test_a_file_that_cannot_be_read_is_left_as_it_is(notes, tmp_path, text):
     file = tmp_path / "notes.json"
     file.write_text(text)
-    found = notes.read()
-    assert (found["tags"], found["note"]) == ([], "")
-    assert "notes.json is " in found["locked"]
+    content = notes.read()
+    assert (content["tags"], content["note"]) == ([], "")
+    assert "notes.json is " in content["locked"]
     with pytest.raises(RecordError, match=r"is damaged|is of a newer format"):
         notes.write(["b"], "", notes.version())
     assert file.read_text() == text

@@ -161,13 +161,13 @@ class Contrastive(nn.Module):
 def two_views(model, batch):
     pictures, labels = batch
     views = [pictures + 0.1 * torch.randn_like(pictures) for _ in range(2)]
-    one, two = (F.normalize(model.project(model.encoder(view)), dim=1) for view in views)
-    return {"one": one, "two": two, "labels": labels}
+    first, second = (F.normalize(model.project(model.encoder(view)), dim=1) for view in views)
+    return {"one": first, "two": second, "labels": labels}
 
 
 def contrast(model, embeddings):
-    one, two = model.predictor(embeddings["one"]), embeddings["two"]
-    logits = model.temperature.exp() * one @ two.T  # [batch, batch]
+    first, second = model.predictor(embeddings["one"]), embeddings["two"]
+    logits = model.temperature.exp() * first @ second.T  # [batch, batch]
     targets = torch.arange(len(logits))
     same = embeddings["labels"][:, None] == embeddings["labels"]
     loss = F.cross_entropy(logits, targets) + 0.1 * logits[~same].square().mean()

@@ -70,8 +70,8 @@ def test_a_script_or_library_that_only_logs_warnings_hides_nothing(level):
     """A level of the logger itself is a wish to see less."""
     name = {"": "samestep: ", "INFO": "INFO:samestep:"}.get(level)
     end = [f"{name}finished after 4 steps"] if name else []
-    found = lines(1, LOGGER_LEVEL=level, LOGS="1")
-    assert found[1:] == end, found
+    printed = lines(1, LOGGER_LEVEL=level, LOGS="1")
+    assert printed[1:] == end, printed
 
 
 if __name__ == "__main__":

@@ -83,10 +83,10 @@ def train_two():
     torch.manual_seed(0)
     with ss.init(lanes=2, dir=None) as run:
         models = [run.replicate(nn.Linear(16, 16)) for _ in range(2)]
-        optimizers = [run.shard(torch.optim.SGD(one.parameters(), lr=0.1)) for one in models]
+        optimizers = [run.shard(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
         before = bits(models[0].weight)
         for batch in run.batches(torch.randn(8, 16), 8, epochs=1):
-            run.backward(lambda net, one: net(one).square().mean(), models[0], batch)
+            run.backward(lambda net, inputs: net(inputs).square().mean(), models[0], batch)
             models[0].zero_grad()
             with pytest.raises(LaneError):
                 run.backward(fail, models[1], batch)
@@ -133,7 +133,7 @@ def test_nor_does_the_run_go_on_with_other_parameters():
                     models[0][0].weight.register_hook(fail)
                 with pytest.raises(LaneError):
                     run.backward(failing_loss, models[0], batch)
-                run.backward(lambda net, one: net(one).square().mean(), models[1], batch)
+                run.backward(lambda net, inputs: net(inputs).square().mean(), models[1], batch)
 
     with pytest.raises(WorkerFailedError, match=r"sent to other hosts, so this worker cannot"):
         run_workers(body, 2, environment=APART)

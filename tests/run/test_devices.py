@@ -24,15 +24,15 @@ def test_each_device_runs_its_lanes_with_its_own_parameters_and_buffers():
 
     with ss.init(devices=["cpu", "cpu", "cpu"], lanes=4) as run:
         model = run.replicate(Net())
-        own = model.head.weight.data_ptr()
+        own_weight = model.head.weight.data_ptr()
         run.backward(loss_fn, model, next(iter(run.batches(images(10), 10))))
         assert len({weight for _, weight, _ in ran}) == len({mean for _, _, mean in ran}) == 3
-        assert [weight for _, weight, _ in ran].count(own) == 1
+        assert [weight for _, weight, _ in ran].count(own_weight) == 1
         # The lanes have 2, 3, 2 and 3 of 10 samples. The three devices take turns with one, one
         # and two lanes.
         assert [samples for samples, _, _ in ran] == [2, 3, 2, 3]
         assert [weight for _, weight, _ in ran][2] == [weight for _, weight, _ in ran][3]
-        assert model.head.weight.data_ptr() == own
+        assert model.head.weight.data_ptr() == own_weight
         assert model.head.weight.grad is not None
 
 
@@ -55,7 +55,10 @@ def test_module_in_a_closure_runs_on_the_current_device():
             assert len(seen) == devices
             return [parameter.detach().clone() for parameter in nets["student"].parameters()]
 
-    assert all(torch.equal(one, two) for one, two in zip(trained(1), trained(2), strict=True))
+    assert all(
+        torch.equal(parameter, other)
+        for parameter, other in zip(trained(1), trained(2), strict=True)
+    )
 
 
 def test_module_without_update_is_frozen_on_every_device():
@@ -106,13 +109,13 @@ def evaluated(devices):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_evaluation_is_equal_on_any_number_of_devices(workers):
-    (expected, one) = evaluated(1)
-    found, several = run_workers(evaluated, workers, 3)[0]
-    assert (one, several) == (1, 3)
-    assert torch.equal(found["outputs"], expected["outputs"])
-    assert torch.equal(found["counts"], expected["counts"])
-    assert found["loss"] == expected["loss"]
-    assert found["others"] == expected["others"]
+    (expected, single) = evaluated(1)
+    results, several = run_workers(evaluated, workers, 3)[0]
+    assert (single, several) == (1, 3)
+    assert torch.equal(results["outputs"], expected["outputs"])
+    assert torch.equal(results["counts"], expected["counts"])
+    assert results["loss"] == expected["loss"]
+    assert results["others"] == expected["others"]
 
 
 def test_run_resumes_on_a_different_number_of_devices(tmp_path):

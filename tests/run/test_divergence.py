@@ -233,14 +233,14 @@ def test_hash_on_a_device_depends_on_every_byte_and_its_place(monkeypatch):
     expected = hash_of(values)
     monkeypatch.setattr(divergence, "CHUNK_BYTES", 16)
     assert hash_of([value.clone() for value in values]) == expected
-    found = {int(expected)}
+    hashes = {int(expected)}
     for value in values:
         for index in range(len(value)):
             for bit in (1, 128):
                 value[index] ^= bit
-                found.add(int(hash_of(values)))
+                hashes.add(int(hash_of(values)))
                 value[index] ^= bit
-    assert len(found) == 1 + 2 * 51
+    assert len(hashes) == 1 + 2 * 51
     floats = torch.randn(8, generator=torch.Generator().manual_seed(1))
     signs = {int(hash_of([(floats * sign).view(torch.uint8)])) for sign in (1, -1)}
     assert len({*signs, int(hash_of([floats.roll(2).view(torch.uint8)]))}) == 3
@@ -288,9 +288,9 @@ def test_tensor_of_any_dtype_and_shape_has_a_checksum(dtype, shape):
         1: {"b": (torch.ones(shape).to(dtype),)},
         "plain": "text",
     }
-    found = checksums(state)
-    assert list(found)[:1] == ["a/0"]
-    assert set(found.values()) == {found["a/0"]}
+    sums = checksums(state)
+    assert list(sums)[:1] == ["a/0"]
+    assert set(sums.values()) == {sums["a/0"]}
 
 
 def test_aliases_have_one_checksum():

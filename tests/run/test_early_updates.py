@@ -71,8 +71,8 @@ def with_closure(run, model, optimizer, again):
 
 
 def with_hook(run, model, optimizer, again):
-    def halve(one, *_):
-        for group in one.param_groups:
+    def halve(optimizer, *_):
+        for group in optimizer.param_groups:
             group["lr"] /= 2
 
     handle = optimizer.register_step_pre_hook(halve)
@@ -106,8 +106,11 @@ def train(between, exchange_dtype):
         model = run.replicate(nn.Sequential(*(nn.Linear(12, 12) for _ in range(5))))
         named = dict(model.named_parameters())
         groups = [
-            {"params": [one for name, one in named.items() if "weight" in name]},
-            {"params": [one for name, one in named.items() if "bias" in name], "weight_decay": 0},
+            {"params": [parameter for name, parameter in named.items() if "weight" in name]},
+            {
+                "params": [parameter for name, parameter in named.items() if "bias" in name],
+                "weight_decay": 0,
+            },
         ]
         optimizer = run.shard(torch.optim.AdamW(groups, lr=0.1, fused=True))
         run.track(model=model, optimizer=optimizer)
@@ -123,10 +126,12 @@ def train(between, exchange_dtype):
         for batch in run.batches(torch.randn(12, 12), 4, epochs=1):
 
             def again(update=None, batch=batch):
-                run.backward(lambda net, one: net(one).square().mean(), model, batch, update=update)
+                run.backward(
+                    lambda net, inputs: net(inputs).square().mean(), model, batch, update=update
+                )
 
             updates.append(0)
-            run.backward(lambda net, one: net(one).square().mean(), model, batch)
+            run.backward(lambda net, inputs: net(inputs).square().mean(), model, batch)
             between(run, model, optimizer, again)
             optimizer.zero_grad()
             scheduler.step()
@@ -156,7 +161,7 @@ def train(between, exchange_dtype):
 )
 def test_updates_before_the_last_gradients_change_no_bit(between, exchange_dtype):
     ((expected, _),) = run_workers(train, 1, between, exchange_dtype)
-    everyone = run_workers(train, 2, between, exchange_dtype, environment=APART)
-    for after, updates in everyone:
+    outcomes = run_workers(train, 2, between, exchange_dtype, environment=APART)
+    for after, updates in outcomes:
         assert after == expected
         assert updates[0] == EARLY.get(between, 1) - 1

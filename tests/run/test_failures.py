@@ -284,14 +284,15 @@ def test_disk_without_space_for_the_record_stops_the_run():
 @pytest.mark.parametrize("snapshot_every", [1, None])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_every, tmp_path):
-    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
+    directory, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
 
     def job(run):
         return image_job(
-            run, hook=lambda step: there.rename(elsewhere) if (run.rank, step) == (0, 3) else None
+            run,
+            hook=lambda step: directory.rename(elsewhere) if (run.rank, step) == (0, 3) else None,
         )
 
-    ends = ends_of(workers, job, there, lanes=8, snapshot_every=snapshot_every)
+    ends = ends_of(workers, job, directory, lanes=8, snapshot_every=snapshot_every)
     assert all(
         isinstance(end.error, (ss.errors.RecordError, ss.SnapshotError, ss.WorldError))
         for end in ends

@@ -43,11 +43,11 @@ def check(run, batch, inputs, targets, count):
     model = run.replicate(make_model())
     means = run.backward(regress, model, batch, count=count)
     assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5, abs_tol=1e-6)
-    found, expected = (
-        torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()])
-        for some in (model, reference)
+    gradient, expected = (
+        torch.cat([parameter.grad.double().flatten() for parameter in net.parameters()])
+        for net in (model, reference)
     )
-    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
 def check_lanes(run, sizes, count):
@@ -100,7 +100,7 @@ class WithBroken:
 
     def __init__(self, broken):
         self.inputs, self.targets = (
-            torch.cat(some) for some in zip(items(0, 8), items(4, 8), strict=True)
+            torch.cat(tensors) for tensors in zip(items(0, 8), items(4, 8), strict=True)
         )
         self.broken = broken
 
@@ -200,8 +200,8 @@ def test_a_stream_whose_samples_cannot_be_counted_needs_count():
     def counted():
         return body(count=lambda batch: len(batch["inputs"]))
 
-    whole = [torch.cat([lane[name] for lane in lanes]) for name in ("inputs", "targets")]
-    expected = regress(make_model(), whole).item()
+    global_batch = [torch.cat([lane[name] for lane in lanes]) for name in ("inputs", "targets")]
+    expected = regress(make_model(), global_batch).item()
     for workers in (1, 2):
         for loss in run_workers(counted, workers):
             assert math.isclose(loss, expected, rel_tol=1e-5)
@@ -272,10 +272,13 @@ def weigh(model, batch):
 @settings(max_examples=50)
 def test_sum_is_divided_by_the_items_of_all_lanes(boxes):
     inputs = [
-        torch.randn(len(some), 3, generator=torch.Generator().manual_seed(lane))
-        for lane, some in enumerate(boxes)
+        torch.randn(len(numbers), 3, generator=torch.Generator().manual_seed(lane))
+        for lane, numbers in enumerate(boxes)
     ]
-    lanes = [(some, torch.tensor(numbers)) for some, numbers in zip(inputs, boxes, strict=True)]
+    lanes = [
+        (lane_inputs, torch.tensor(numbers))
+        for lane_inputs, numbers in zip(inputs, boxes, strict=True)
+    ]
     total = max(1, sum(map(sum, boxes)))
     reference = make_model().double()
     loss = (
@@ -293,11 +296,11 @@ def test_sum_is_divided_by_the_items_of_all_lanes(boxes):
         )
     assert math.isclose(means["loss"], loss.item(), rel_tol=1e-5, abs_tol=1e-6)
     assert means["boxes"] == (1.0 if any(map(sum, boxes)) else 0.0)
-    found, expected = (
-        torch.cat([parameter.grad.double().flatten() for parameter in some.parameters()])
-        for some in (model, reference)
+    gradient, expected = (
+        torch.cat([parameter.grad.double().flatten() for parameter in net.parameters()])
+        for net in (model, reference)
     )
-    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_sum_over_samples_is_divided_by_their_number():

@@ -78,7 +78,7 @@ def penalized(model, batch):
 
 def job(directory, shard):
     """Log histograms of parameters and gradients in two steps; return the gradients' bits."""
-    found = []
+    gradients = []
     with ss.init(lanes=4, dir=directory, seed=3) as run:
         model = run.replicate(Odd())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,13 +90,13 @@ def job(directory, shard):
             run.log_histogram("gradients", model, grad=True)
             if not shard:
                 named = model.named_parameters()
-                found += [(name, p.grad.clone()) for name, p in named if p.grad is not None]
+                gradients += [(name, p.grad.clone()) for name, p in named if p.grad is not None]
             run.clip_grad_norm(model, 0.01)
             run.log_histogram("clipped", model.net.head, grad=True)
             optimizer.step()
             optimizer.zero_grad()
             run.log_histogram("parameters", model)
-    return found
+    return gradients
 
 
 def histograms(directory):

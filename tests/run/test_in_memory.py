@@ -177,11 +177,11 @@ def test_memory_that_is_being_written_to_disk_is_not_overwritten(tmp_path, worke
             train_while_the_disk_is_slow, workers, tmp_path / "slow", environment=state.environment
         )
     run_workers(train, 1, image_job, tmp_path / "undisturbed", {"snapshot_every": 3})
-    found, expected = (
+    actual, expected = (
         fingerprint(ss.read_snapshot(tmp_path / name, step=3).state["model"])
         for name in ("slow", "undisturbed")
     )
-    assert found == expected
+    assert actual == expected
 
 
 def test_snapshots_on_disk_are_also_in_memory(tmp_path):

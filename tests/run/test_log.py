@@ -64,21 +64,21 @@ def test_plain_values_have_no_range_over_workers(prefixed):
 
 def test_run_logs_several_means_per_step_and_values_between_steps(tmp_path):
     with ss.init(lanes=2, dir=tmp_path) as run:
-        one, other = run.replicate(Net()), run.replicate(Net())
+        model, other = run.replicate(Net()), run.replicate(Net())
         run.log(start=0)
         for batch in run.batches(images(8), 4):
             run.log(
-                one=run.backward(classify, one, batch),
+                one=run.backward(classify, model, batch),
                 other=run.backward(classify, other, batch),
                 rate=0.5,
             )
         run.log(score=1.0)
-    found = [
+    logged = [
         (event["step"], "between" in event, list(event["values"]))
         for event in events_in(tmp_path, "scalars")
     ]
     named = ["one/loss", "one/accuracy", "other/loss", "other/accuracy", "rate"]
-    assert found == [
+    assert logged == [
         (0, True, ["start"]),
         (0, False, named),
         (1, False, named),

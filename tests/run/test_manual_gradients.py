@@ -100,7 +100,9 @@ def test_step_in_a_hook_of_a_gradient_is_refused(sharded, workers):
                 optimizer = torch.optim.SGD([parameter])
                 if sharded:
                     run.shard(optimizer)
-                parameter.register_post_accumulate_grad_hook(lambda _, one=optimizer: one.step())
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, optimizer=optimizer: optimizer.step()
+                )
             for batch in run.batches(images(16), 4):
                 run.backward(classify, model, batch)
 
@@ -168,10 +170,10 @@ def several_calls(run, model, optimizer, batch):
 def probe(run, model, optimizer, batch):
     run.backward(classify, model, batch)
     other = make_model()
-    own = torch.optim.SGD(other.parameters())
+    other_optimizer = torch.optim.SGD(other.parameters())
     for lane in batch:
         classify(other, [model[0](lane[0]).detach(), lane[1]])[0].backward()
-    own.step()
+    other_optimizer.step()
 
 
 def unfrozen(run, model, optimizer, batch):

@@ -113,8 +113,8 @@ def test_nan_is_posted_once_per_name_and_start(tmp_path):
                 for loss in (1.0, math.nan, math.inf):
                     run.log(loss=loss, accuracy=0.5)
                 run.log(accuracy=math.nan)
-    found = [event.get("names", event["event"]) for event in hooks.events]
-    assert found == [["loss"], ["accuracy"], "finished"] * 2
+    posted = [event.get("names", event["event"]) for event in hooks.events]
+    assert posted == [["loss"], ["accuracy"], "finished"] * 2
 
 
 def test_a_worker_that_failed_is_named_by_at_most_two_events(tmp_path):

@@ -95,8 +95,8 @@ def without_dropout():
 @pytest.mark.parametrize("make_model", [without_dropout, Sometimes])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_lane_equals_the_plain_loop(make_model, optimizer, max_norm, sharded):
-    given = make_model, OPTIMIZERS[optimizer], max_norm
-    assert with_samestep(*given, sharded=sharded) == plain(*given)
+    settings = make_model, OPTIMIZERS[optimizer], max_norm
+    assert with_samestep(*settings, sharded=sharded) == plain(*settings)
 
 
 def test_gradients_accumulate_as_in_the_plain_loop():
@@ -113,7 +113,7 @@ def test_gradients_accumulate_as_in_the_plain_loop():
             run.backward(classify, model, batch)
             run.backward(penalty, model, batch)
     gradients, expected = (
-        {name: p.grad for name, p in some.named_parameters()} for some in (model, plain_model)
+        {name: p.grad for name, p in net.named_parameters()} for net in (model, plain_model)
     )
     assert fingerprint(gradients) == fingerprint(expected)
 

@@ -298,10 +298,10 @@ def test_objects_are_unchanged_with_one_worker():
         "means": (0.5, [1.0, 1.0]),
         "attributes": (0, 1, 2, True, "cpu", None),
     }
-    given = object()
+    sent = object()
     assert (
-        joined(lambda run: [run.broadcast(given), *run.all_gather(given), *run.gather(given)])
-        == [given] * 3
+        joined(lambda run: [run.broadcast(sent), *run.all_gather(sent), *run.gather(sent)])
+        == [sent] * 3
     )
 
 
@@ -330,8 +330,8 @@ class Optimizer:
 
 
 def test_a_start_has_the_job_s_settings_and_its_command(tmp_path):
-    given = Optimizer(0.1, torch.optim.SGD)
-    settings = {"optimizer": given, "sizes": (1, 2), 3: None}
+    optimizer_settings = Optimizer(0.1, torch.optim.SGD)
+    settings = {"optimizer": optimizer_settings, "sizes": (1, 2), 3: None}
     with ss.init(dir=tmp_path, settings=settings):
         pass
     (start,) = (event for event in read_events(tmp_path) if event["event"] == "started")
@@ -363,5 +363,7 @@ def test_the_commit_of_the_script_is_recorded(tmp_path, monkeypatch):
         script.write_text(text)
         with ss.init(dir=tmp_path / directory):
             pass
-        (start,) = (one for one in read_events(tmp_path / directory) if one["event"] == "started")
+        (start,) = (
+            event for event in read_events(tmp_path / directory) if event["event"] == "started"
+        )
         assert (start["commit"], start["dirty"]) == (commit.stdout.strip(), bool(text))

@@ -87,9 +87,9 @@ def test_run_resumes_from_every_step(undisturbed, tmp_path):
 
 @pytest.mark.parametrize("steps", [3, 6])
 def test_streams_resume_at_their_position(steps, tmp_path):
-    whole = left_by(streams_job, tmp_path / "whole", 1, lanes=8)
+    expected = left_by(streams_job, tmp_path / "whole", 1, lanes=8)
     run_workers(train, 2, streams_job, tmp_path / "parts", {"stop_after": steps})
-    assert left_by(streams_job, tmp_path / "parts", 3) == whole
+    assert left_by(streams_job, tmp_path / "parts", 3) == expected
 
 
 WEIGHTS = [1 + index % 5 for index in range(101)]
@@ -101,10 +101,10 @@ ORDERS = [list(range(first, 101)) + list(range(first)) for first in (0, 50)]
     "options", [{"weights": WEIGHTS}, {"order": ORDERS.__getitem__}], ids=["weights", "order"]
 )
 def test_own_samples_resume_in_mid_epoch_on_another_number_of_workers(options, tmp_path):
-    whole = left_by(partial(image_job, **options), tmp_path / "whole", 1, lanes=8)
+    expected = left_by(partial(image_job, **options), tmp_path / "whole", 1, lanes=8)
     killed = partial(image_job, **options, hook=kill_at(6, 1), loader_workers=1)
     try_workers(train, 2, killed, tmp_path / "parts")
-    assert left_by(partial(image_job, **options), tmp_path / "parts", 1) == whole
+    assert left_by(partial(image_job, **options), tmp_path / "parts", 1) == expected
     assert 4 < events(tmp_path / "parts", "resumed")[0]["step"] < STEPS
 
 
@@ -113,14 +113,14 @@ TOKENS = {"batch_size": None, "lengths": WEIGHTS, "max_tokens": 10}
 
 
 def test_token_batches_resume_in_mid_epoch_on_another_number_of_workers(tmp_path):
-    whole = left_by(partial(image_job, **TOKENS), tmp_path / "whole", 1, lanes=8)
-    assert "loss at step 9" in whole
-    assert "loss at step 10" not in whole
+    expected = left_by(partial(image_job, **TOKENS), tmp_path / "whole", 1, lanes=8)
+    assert "loss at step 9" in expected
+    assert "loss at step 10" not in expected
     killed = partial(image_job, **TOKENS, hook=kill_at(8, 1), loader_workers=1)
     try_workers(train, 2, killed, tmp_path / "parts")
-    assert left_by(partial(image_job, **TOKENS), tmp_path / "parts", 1) == whole
+    assert left_by(partial(image_job, **TOKENS), tmp_path / "parts", 1) == expected
     assert 5 < events(tmp_path / "parts", "resumed")[0]["step"] < 10
-    assert left_by(partial(image_job, **TOKENS), tmp_path / "two", 2, lanes=8) == whole
+    assert left_by(partial(image_job, **TOKENS), tmp_path / "two", 2, lanes=8) == expected
 
 
 def epochs_of_other_lengths_job(run):
@@ -136,13 +136,13 @@ def epochs_of_other_lengths_job(run):
 
 
 def test_each_epoch_of_an_own_loop_may_have_its_own_order(tmp_path):
-    whole = left_by(epochs_of_other_lengths_job, tmp_path / "whole", 1, lanes=8)
+    expected = left_by(epochs_of_other_lengths_job, tmp_path / "whole", 1, lanes=8)
     assert [event["values"]["epoch"] for event in events(tmp_path / "whole", "scalars")] == [
         *(0, 1, 1, 2, 2, 2)
     ]
     for step in (2, 4):
         run_workers(train, 1, epochs_of_other_lengths_job, tmp_path / "parts", {"stop_after": step})
-    assert left_by(epochs_of_other_lengths_job, tmp_path / "parts", 2) == whole
+    assert left_by(epochs_of_other_lengths_job, tmp_path / "parts", 2) == expected
 
 
 def explicit_epochs_job(run, leave_at=None):
@@ -166,14 +166,14 @@ def explicit_epochs_job(run, leave_at=None):
 
 
 def test_explicit_loop_over_epochs_resumes(tmp_path):
-    whole = left_by(explicit_epochs_job, tmp_path / "whole", 2, lanes=8)
-    assert "loss at step 11" in whole
-    assert "loss at step 12" not in whole
+    expected = left_by(explicit_epochs_job, tmp_path / "whole", 2, lanes=8)
+    assert "loss at step 11" in expected
+    assert "loss at step 12" not in expected
     for leave_at in (3, 4, 5, 8):
         directory = tmp_path / str(leave_at)
         train(partial(explicit_epochs_job, leave_at=leave_at), directory, {"snapshot_every": None})
         assert snapshots(directory) == steps_of(leave_at)
-        assert left_by(explicit_epochs_job, directory, 2) == whole
+        assert left_by(explicit_epochs_job, directory, 2) == expected
 
 
 def test_snapshot_requested_in_the_body_is_taken_at_the_end_of_the_step(undisturbed, tmp_path):
@@ -363,9 +363,9 @@ def test_all_snapshots_are_set_aside_if_resume_names_one_of_another_run(
     assert state.items() <= left.items()
     assert "/model" in "".join(state)
     # the record of the other run has the first steps
-    steps = [one["step"] for one in read_history(directory) if one["event"] == "scalars"]
+    steps = [event["step"] for event in read_history(directory) if event["event"] == "scalars"]
     assert min(steps) == 2
-    assert {0, 1} <= {one["step"] for one in events(directory, "scalars")}
+    assert {0, 1} <= {event["step"] for event in events(directory, "scalars")}
 
 
 def test_newest_and_best_snapshots_are_kept(tmp_path):
@@ -414,11 +414,11 @@ def test_resuming_in_another_environment_warns(tmp_path, caplog, monkeypatch):
 
 
 def test_the_exchange_dtype_and_the_hash_seed_are_part_of_the_environment(monkeypatch):
-    found = [
+    environments = [
         environment_of_results(Config(exchange_dtype=dtype), [torch.device("cpu")])
         for dtype in (None, "bfloat16")
     ]
-    assert differences(*found) == "  exchange dtype: None -> bfloat16"
+    assert differences(*environments) == "  exchange dtype: None -> bfloat16"
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     again = environment_of_results(Config(), [torch.device("cpu")])
     assert again["hash seed"] in {"7", "0"}  # Python's own setting wins, if it disabled hashing
@@ -458,17 +458,17 @@ def drawing_job(run):
 
 
 def test_draws_continue_after_a_resume(tmp_path):
-    whole = left_by(drawing_job, tmp_path / "whole", 1, lanes=8)
-    values = [whole[f"share at step {step}"] for step in range(12)]
-    values += [whole[f"drawn at step {step}"] for step in range(12)]
+    expected = left_by(drawing_job, tmp_path / "whole", 1, lanes=8)
+    values = [expected[f"share at step {step}"] for step in range(12)]
+    values += [expected[f"drawn at step {step}"] for step in range(12)]
     assert len(set(values)) == len(values)
     for workers, step in ((2, 3), (1, 6), (2, 9)):  # in both epochs, and in the second loop
         run_workers(train, workers, drawing_job, tmp_path / "parts", {"stop_after": step})
-    assert left_by(drawing_job, tmp_path / "parts", 3) == whole
+    assert left_by(drawing_job, tmp_path / "parts", 3) == expected
 
 
 def test_body_draws_although_the_user_replaced_numpys_generator():
-    own = np.random.get_bit_generator()
+    original = np.random.get_bit_generator()
 
     def draws():
         with ss.init() as run:
@@ -479,7 +479,7 @@ def test_body_draws_although_the_user_replaced_numpys_generator():
         assert draws() == draws()
         assert isinstance(np.random.get_bit_generator(), np.random.PCG64)
     finally:
-        np.random.set_bit_generator(own)
+        np.random.set_bit_generator(original)
 
 
 def counts_from_zero(run, epochs):

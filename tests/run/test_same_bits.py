@@ -117,20 +117,20 @@ def cast_once(*, embeds):
 
 def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(tmp_path):
     sizes = (*WORKERS, *DEVICES)
-    whole, sharded = (
+    unsharded, sharded = (
         fingerprint_of(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
         for sharded in (False, True)
     )
-    assert sharded == whole
+    assert sharded == unsharded
 
 
 def test_a_loss_of_the_whole_batch_gives_the_same_bits(tmp_path):
     sizes = ((1, 1), (2, 1), (3, 1), (2, 2))
-    whole, sharded = (
+    unsharded, sharded = (
         fingerprint_of(kinds.contrastive_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
         for sharded in (False, True)
     )
-    assert sharded == whole
+    assert sharded == unsharded
 
 
 def test_lanes_need_not_be_a_power_of_two(tmp_path):
@@ -140,10 +140,10 @@ def test_lanes_need_not_be_a_power_of_two(tmp_path):
 
 
 def test_another_seed_gives_different_bits(tmp_path):
-    one, other = (
+    first, other = (
         left_by(image_job, tmp_path / str(seed), 1, lanes=8, seed=seed) for seed in (0, 1)
     )
-    same = {name for name in one if one[name] == other[name]}
+    same = {name for name in first if first[name] == other[name]}
     assert not any(name.startswith(("/model/head", "loss")) for name in same)
 
 

@@ -88,13 +88,13 @@ def test_record_on_s3_is_readable_during_the_run_and_complete_after_a_kill(serve
         options,
         environment=server.environment,
     )
-    there, runs, has_image = run_workers(seen, 1, URL, environment=server.environment)[0]
+    sent, runs, has_image = run_workers(seen, 1, URL, environment=server.environment)[0]
     written = (tmp_path / "events.jsonl").read_bytes()
-    assert written.startswith(there)
-    assert {event["event"] for event in parse_events(written[len(there) :])} <= {"sink"}
+    assert written.startswith(sent)
+    assert {event["event"] for event in parse_events(written[len(sent) :])} <= {"sink"}
     assert [
         event["event"]
-        for event in parse_events(there)
+        for event in parse_events(sent)
         if event["event"] in {"started", "resumed", "finished"}
     ] == [
         "started",

@@ -26,10 +26,10 @@ FEW_MILLISECONDS = 0.02
 def wait_for_samples(directory, count):
     """Wait until the record has samples, and return them."""
     deadline = time.monotonic() + SECONDS
-    while len(found := events(directory, "system")) < count:
+    while len(samples := events(directory, "system")) < count:
         assert time.monotonic() < deadline
         time.sleep(FEW_MILLISECONDS)
-    return found
+    return samples
 
 
 def test_one_worker_of_a_host_samples_it(tmp_path):
@@ -76,16 +76,16 @@ class Peers(WorkerStatus):
         return [self.sample]
 
 
-@pytest.mark.parametrize("given", [{"cpu": 0.5, "time": 1, "other": 2}, None, "text"])
-def test_samples_of_other_hosts_are_recorded_once(tmp_path, given):
+@pytest.mark.parametrize("sample", [{"cpu": 0.5, "time": 1, "other": 2}, None, "text"])
+def test_samples_of_other_hosts_are_recorded_once(tmp_path, sample):
     record = FileRecord(tmp_path)
-    sampler = SystemSampler(FEW_MILLISECONDS, {0: "a", 4: "b"}, Peers(given), record)
+    sampler = SystemSampler(FEW_MILLISECONDS, {0: "a", 4: "b"}, Peers(sample), record)
     wait_for_samples(tmp_path, 4)
     sampler.close()
     record.close()
-    found = [event for event in events(tmp_path, "system") if event["host"] == "b"]
-    assert [event.keys() for event in found] == [{"time", "event", "host", "cpu"}] * isinstance(
-        given, dict
+    samples = [event for event in events(tmp_path, "system") if event["host"] == "b"]
+    assert [event.keys() for event in samples] == [{"time", "event", "host", "cpu"}] * isinstance(
+        sample, dict
     )
 
 

@@ -50,7 +50,7 @@ def with_kept_gradients(run, model, optimizer, scaler, batch):
     run.backward(squared, model, batch)
     kept = [parameter.grad for parameter in model.parameters()]
     optimizer.zero_grad()
-    run.backward(lambda net, one: 3 * net(one).mean(), model, batch)
+    run.backward(lambda net, inputs: 3 * net(inputs).mean(), model, batch)
     for parameter, gradient in zip(model.parameters(), kept, strict=True):
         parameter.grad -= gradient
     optimizer.step()
@@ -77,12 +77,12 @@ def with_histogram(run, model, optimizer, scaler, batch):
 
 def test_a_histogram_may_be_logged_after_a_gradient_was_cleared(tmp_path):
     (expected,) = run_workers(lambda: train(with_histogram, layers(), directory=tmp_path / "1"), 1)
-    found = run_workers(lambda: train(with_histogram, layers(), directory=tmp_path / "2"), 2)
-    assert found == [expected] * 2
+    outcomes = run_workers(lambda: train(with_histogram, layers(), directory=tmp_path / "2"), 2)
+    assert outcomes == [expected] * 2
 
 
 def with_infinite_gradient(run, model, optimizer, scaler, batch):
-    run.backward(lambda net, one: scaler.scale(squared(net, one)), model, batch)
+    run.backward(lambda net, inputs: scaler.scale(squared(net, inputs)), model, batch)
     model[0].bias.grad = None
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -105,7 +105,7 @@ def test_a_cleared_gradient_is_not_checked_for_infinities():
 
 
 def with_scaler(run, model, optimizer, scaler, batch):
-    run.backward(lambda net, one: scaler.scale(squared(net, one)), model, batch)
+    run.backward(lambda net, inputs: scaler.scale(squared(net, inputs)), model, batch)
     scaler.step(optimizer)
     scaler.update()
 

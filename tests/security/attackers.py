@@ -54,19 +54,21 @@ class Run:
     @classmethod
     def of(cls, pids: Iterable[int], bomb: Path) -> Run:
         """Find what processes and their descendants listen on."""
-        found: dict[int, psutil.Process] = {}
+        processes: dict[int, psutil.Process] = {}
         for pid in pids:
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
-                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+                processes |= {
+                    member.pid: member for member in (process, *process.children(recursive=True))
+                }
         ports, inodes = set(), set()
-        for process in found.values():
+        for process in processes.values():
             with suppress(psutil.Error, OSError):
                 links = [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
                 inodes |= {link[8:-1] for link in links if link.startswith("socket:")}
-        for one in psutil.net_connections("tcp"):
-            if one.pid in found and one.status == psutil.CONN_LISTEN:
-                ports.add((_reachable(one.laddr.ip), one.laddr.port))
+        for connection in psutil.net_connections("tcp"):
+            if connection.pid in processes and connection.status == psutil.CONN_LISTEN:
+                ports.add((_reachable(connection.laddr.ip), connection.laddr.port))
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         names = {row[7][1:] for row in rows if row[6] in inodes and row[7:] and row[7][0] == "@"}
         return cls(sorted(ports), sorted(names), bomb)
@@ -136,7 +138,7 @@ def flood(run: Run) -> str:
 def read_store(run: Run) -> str:
     """Read the entries and statuses of workers from the store."""
     keys = (*OFFERS, *STATUSES)
-    found = {
+    readable = {
         key
         for store in _stores(run)
         for prefix in _prefixes(store)
@@ -144,7 +146,7 @@ def read_store(run: Run) -> str:
         if store.check([f"{prefix}/{key}"])
         and b"forged" not in store.get(f"{prefix}/{key}")  # not what attackers wrote
     }
-    return f"read {', '.join(sorted(found))}" if found else "read nothing"
+    return f"read {', '.join(sorted(readable))}" if readable else "read nothing"
 
 
 def write_failure(run: Run) -> str:
@@ -232,9 +234,9 @@ def _in_process(name: str, run: Run, user: int | None = None) -> str:
     receiver, sender = FORK.Pipe(duplex=False)
 
     def body() -> None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch prints stacks
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         if user is not None:
             os.setresuid(user, user, user)
         sender.send(_seen(name, run))

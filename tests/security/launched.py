@@ -95,25 +95,25 @@ def attacked(
     variables["SAMESTEP_TIMEOUT"] = "600"  # attacks last longer than workers usually wait
     variables |= environment or {}
     variables |= {} if token is None else {"SAMESTEP_TOKEN": token}
-    found = Attacked()
+    outcome = Attacked()
     log = directory / "output"
     bomb = directory / "exploded"
     for _ in range(2):  # started again, unless the launcher restarts the workers itself
         with _started(LAUNCHERS[launcher](directory), variables, log) as processes:
             for phase in PHASES:
-                if phase in found.seen or not _wait(directory, phase, processes):
+                if phase in outcome.seen or not _wait(directory, phase, processes):
                     continue
                 pids = [int(path.name[4:]) for path in directory.glob("pid-*")]
                 run = Run.of([*(process.pid for process in processes), *pids], bomb)
-                found.seen[phase] = attack(run, attacks.get(phase, ()))
+                outcome.seen[phase] = attack(run, attacks.get(phase, ()))
                 (directory / f"{phase}.go").touch()
             _wait_for(lambda: all(process.poll() is not None for process in processes))
-        if (directory / "result").exists() or "running" not in found.seen:
+        if (directory / "result").exists() or "running" not in outcome.seen:
             break
     with suppress(FileNotFoundError):
-        found.result = (directory / "result").read_text()
-    found.output, found.exploded = log.read_text(errors="replace"), bomb.exists()
-    return found
+        outcome.result = (directory / "result").read_text()
+    outcome.output, outcome.exploded = log.read_text(errors="replace"), bomb.exists()
+    return outcome
 
 
 def everything() -> dict[str, Iterable[str]]:
@@ -147,7 +147,7 @@ def _started(
 def _wait(directory: Path, phase: str, processes: Sequence[subprocess.Popen[bytes]]) -> bool:
     """Wait until a phase is reached; return False if the job ends before."""
     reached = directory / f"{phase}.reached"
-    _wait_for(lambda: reached.exists() or all(one.poll() is not None for one in processes))
+    _wait_for(lambda: reached.exists() or all(process.poll() is not None for process in processes))
     return reached.exists()
 
 

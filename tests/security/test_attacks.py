@@ -26,11 +26,11 @@ def undisturbed(tmp_path_factory):
     return (directory / "result").read_text()
 
 
-def check(found, undisturbed, phases=PHASES):
-    assert not found.exploded, "a pickle was run"
-    assert found.result == undisturbed, found.output
-    assert TOKEN not in found.output
-    assert found.seen.keys() == set(phases)
+def check(outcome, undisturbed, phases=PHASES):
+    assert not outcome.exploded, "a pickle was run"
+    assert outcome.result == undisturbed, outcome.output
+    assert TOKEN not in outcome.output
+    assert outcome.seen.keys() == set(phases)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_no_attack_disturbs_a_run_with_a_token(launcher, tmp_path, undisturbed):
     check(attacked(launcher, tmp_path / "job", everything()), undisturbed)
 
 
-def read_by_attackers(found):
+def read_by_attackers(outcome):
     """Return what the attackers could read in each phase, of every user."""
     return {
         phase: {value for name, value in seen.items() if "reads" in name}
-        for phase, seen in found.seen.items()
+        for phase, seen in outcome.seen.items()
     }
 
 
@@ -64,13 +64,13 @@ def test_attacks_under_other_launchers(tmp_path, undisturbed):
             launcher: pool.submit(attacked, launcher, tmp_path / launcher, *how)
             for launcher, how in jobs.items()
         }
-        found = {launcher: future.result() for launcher, future in started.items()}
-    for launcher, each in found.items():
+        outcomes = {launcher: future.result() for launcher, future in started.items()}
+    for launcher, each in outcomes.items():
         check(each, undisturbed, PHASES[:2] if launcher == "mpirun" else PHASES)
-    assert read_by_attackers(found.pop("ss.launch")) == {
+    assert read_by_attackers(outcomes.pop("ss.launch")) == {
         phase: {"read nothing"} for phase in PHASES
     }
-    for each in found.values():  # their stores accept everyone
+    for each in outcomes.values():  # their stores accept everyone
         assert each.seen["running"]["writes a failure"] == "written"
         assert "worker/0" in each.seen["running"]["reads the store"]
 
@@ -82,7 +82,7 @@ def test_attacks_on_tasks_of_slurm(tmp_path_factory, undisturbed):
         directory.mkdir()
         (directory / "lasts").touch()
         attacks = {"forming": ON_STORE, "running": WITHOUT_FLOODS}
-        found = attacked("srun", directory, attacks, environment=cluster.environment)
-    check(found, undisturbed, PHASES[:2])
-    assert found.seen["running"]["writes a failure"] == "written"
-    assert "worker/0" in found.seen["running"]["reads the store"]
+        outcome = attacked("srun", directory, attacks, environment=cluster.environment)
+    check(outcome, undisturbed, PHASES[:2])
+    assert outcome.seen["running"]["writes a failure"] == "written"
+    assert "worker/0" in outcome.seen["running"]["reads the store"]

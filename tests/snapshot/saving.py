@@ -57,13 +57,13 @@ def save(
     writers: Sequence[SnapshotWriter],
     step: int,
     shared: Mapping[str, Any],
-    own: Sequence[Mapping[str, Any]] | None = None,
+    own_states: Sequence[Mapping[str, Any]] | None = None,
     info: Mapping[str, Any] = NO_INFO,
     score: float | None = None,
 ) -> None:
     """Save with all workers, and return when old snapshots are removed."""
     for rank, writer in enumerate(writers):
-        writer.save(step, shared, own[rank] if own else {}, info, score)
+        writer.save(step, shared, own_states[rank] if own_states else {}, info, score)
     for writer in writers:
         writer.wait(tidy_seconds=20.0)
 

@@ -51,19 +51,19 @@ def test_a_training_state_keeps_its_names_and_bits(tmp_path):
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
-    found = ss.read_dcp(save(state, tmp_path / "checkpoint"))
-    assert sorted(found) == ["model", "optimizer"]  # a number is no tensor
-    assert exact(found["model"]) == exact(dict(model.state_dict()))
+    restored = ss.read_dcp(save(state, tmp_path / "checkpoint"))
+    assert sorted(restored) == ["model", "optimizer"]  # a number is no tensor
+    assert exact(restored["model"]) == exact(dict(model.state_dict()))
     expected = {str(key): value for key, value in state["optimizer"]["state"].items()}
-    assert exact(found["optimizer"]) == exact({"state": expected})
+    assert exact(restored["optimizer"]) == exact({"state": expected})
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.dictionaries(st.text("ab.-", min_size=1, max_size=5), tensors(), min_size=1))
 def test_any_tensor_is_read(tmp_path_factory, state):
     folder = save(state, tmp_path_factory.mktemp("any"))
-    found = ss.read_dcp(folder)
-    assert {key: exact(found[key]) for key in state} == {
+    restored = ss.read_dcp(folder)
+    assert {key: exact(restored[key]) for key in state} == {
         key: exact(value) for key, value in state.items()
     }
 
@@ -80,8 +80,8 @@ def test_what_samestep_writes_is_read(tmp_path):
     model = Model()
     save_once(tmp_path, 1, {"model": model.state_dict()}, 2)
     export(tmp_path / "step-00000001", tmp_path / "out", dcp=True)
-    found = ss.read_dcp(tmp_path / "out")["model"]
-    assert exact(dict(sorted(found.items()))) == exact(dict(sorted(model.state_dict().items())))
+    restored = ss.read_dcp(tmp_path / "out")["model"]
+    assert exact(dict(sorted(restored.items()))) == exact(dict(sorted(model.state_dict().items())))
 
 
 def sharded(folder):
@@ -89,18 +89,18 @@ def sharded(folder):
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model()
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = {name: value.clone() for name, value in model.state_dict().items()}
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
     dist.destroy_process_group()
-    return whole
+    return parameters
 
 
 def test_shards_of_several_processes_are_put_together(tmp_path):
-    whole = run_workers(sharded, 2, tmp_path / "checkpoint")[0]
+    parameters = run_workers(sharded, 2, tmp_path / "checkpoint")[0]
     assert len(list((tmp_path / "checkpoint").glob("*.distcp"))) == 2
-    found = ss.read_dcp(tmp_path / "checkpoint")["model"]
-    assert exact(dict(sorted(found.items()))) == exact(dict(sorted(whole.items())))
+    restored = ss.read_dcp(tmp_path / "checkpoint")["model"]
+    assert exact(dict(sorted(restored.items()))) == exact(dict(sorted(parameters.items())))
 
 
 class Evil:

@@ -25,7 +25,7 @@ from samestep.record import open_record
 from samestep.snapshot import files, in_memory, load_newest, memory_slot
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager
-from samestep.snapshot.part import StagingBuffer, contribution
+from samestep.snapshot.part import StagingBuffer, contribution_of
 from tests.snapshot.exact import exact
 from tests.snapshot.saving import save_once, sliced, small_state
 from tests.worlds import Threaded, in_threads
@@ -87,11 +87,11 @@ def save(snapshots, worker, step, attempt="a"):
     workers = len(snapshots)
     size = len(momentum(step))
     low, high = (size * number // workers for number in (worker, worker + 1))
-    own = {
+    own_state = {
         "optimizer": {"momentum": sliced(momentum(step), low, high)},
         "streams": {lane: torch.full((2,), lane) for lane in range(4) if lane % workers == worker},
     }
-    snapshots[worker].save(step, attempt, small_state(step), own, INFO, time.monotonic())
+    snapshots[worker].save(step, attempt, small_state(step), own_state, INFO, time.monotonic())
 
 
 def save_all(snapshots, step, attempt="a"):
@@ -160,9 +160,9 @@ def test_killed_workers_leave_the_last_snapshot_that_all_of_them_finished(data):
     with open_launcher_state(4) as launcher_state:
         for attempt in "abcde":
             snapshots = team([launcher_state], data.draw(st.integers(1, 4), label="workers"))
-            for one in snapshots:  # each one sees all parts
-                with mock.patch.object(one, "_world", Alone()):
-                    load_newest(None, Alone(), refuse, one)
+            for worker_snapshots in snapshots:  # each one sees all parts
+                with mock.patch.object(worker_snapshots, "_world", Alone()):
+                    load_newest(None, Alone(), refuse, worker_snapshots)
             for _ in range(data.draw(st.integers(0, 3), label="snapshots")):
                 step += 1
                 save_all(snapshots, step, attempt)
@@ -227,8 +227,8 @@ def load_on(hosts, after, world, report=refuse):
     number = world.rank // (after // len(hosts))
     world.local_ranks = range(number, number + 1)  # threads of one process, as if on these hosts
     place = process(world.rank, after, after // len(hosts))
-    mine = InMemorySnapshots(hosts[number], place, world, Path("run"), "1")
-    return load_newest(None, world, report, mine)
+    snapshots = InMemorySnapshots(hosts[number], place, world, Path("run"), "1")
+    return load_newest(None, world, report, snapshots)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 4), (4, 2)])
@@ -240,17 +240,17 @@ def test_hosts_send_parts_that_others_lack_to_one_receiver(before, after, monkey
         World.transfer(world, sent, incoming, what)
 
     monkeypatch.setattr(Threaded, "transfer", transfer, raising=False)
-    with open_launcher_state(2) as here, open_launcher_state(2) as there:
-        snapshots = team([here, there], before)
+    with open_launcher_state(2) as first, open_launcher_state(2) as second:
+        snapshots = team([first, second], before)
         save_all(snapshots, 1)
         save_all(snapshots, 2)
 
         def body(world):
-            snapshot = load_on([here, there], after, world)
+            snapshot = load_on([first, second], after, world)
             return snapshot.step, ordered(snapshot.state)
 
         assert in_threads(after, body) == [(2, ordered(state(2)))] * after
-        slots = [pair[1] for host in (here, there) for pair in host.slots]
+        slots = [pair[1] for host in (first, second) for pair in host.slots]
         contents = [memory_slot.read(slot) for slot in slots]
         sizes = [content.part.file.size for content in contents if content is not None]
     assert {rank for rank, _ in received} == {0, after // 2}
@@ -260,18 +260,18 @@ def test_hosts_send_parts_that_others_lack_to_one_receiver(before, after, monkey
 
 
 def test_a_part_that_is_damaged_on_one_host_is_rejected_on_all():
-    with open_launcher_state(2) as here, open_launcher_state(2) as there:
-        snapshots = team([here, there], 4)
+    with open_launcher_state(2) as first, open_launcher_state(2) as second:
+        snapshots = team([first, second], 4)
         save_all(snapshots, 1)
         save_all(snapshots, 2)
-        file = there.slots[1][1]
+        file = second.slots[1][1]
         byte = os.pread(file, 1, memory_slot.START + 20)[0]
         os.pwrite(file, bytes([byte ^ 1]), memory_slot.START + 20)
 
         def body(world):
             reported = []
             snapshot = load_on(
-                [here, there], 4, world, lambda kind, reason: reported.append((kind, reason))
+                [first, second], 4, world, lambda kind, reason: reported.append((kind, reason))
             )
             return snapshot.step, ordered(snapshot.state), reported
 
@@ -337,9 +337,9 @@ def test_auto_saves_immediately_and_then_as_all_workers_agree(monkeypatch):
 
 def stage(snapshots, worker, step):
     """Save a worker's part for a snapshot on disk, too; return the data file."""
-    mine, values = contribution(small_state(step), {}, worker, len(snapshots))
-    data = snapshots[worker].stage(step, "a", INFO, time.monotonic(), mine, values)
-    assert bytes(data) == bytes(StagingBuffer().copy(mine, values))
+    own_part, values = contribution_of(small_state(step), {}, worker, len(snapshots))
+    data = snapshots[worker].stage(step, "a", INFO, time.monotonic(), own_part, values)
+    assert bytes(data) == bytes(StagingBuffer().copy(own_part, values))
     return data
 
 
@@ -348,19 +348,21 @@ def test_snapshots_on_disk_are_written_from_a_slot_that_stays_until_all_workers_
         snapshots = team([launcher_state], 2)
 
         def newest():
-            found = InMemorySnapshots(
+            keys = InMemorySnapshots(
                 launcher_state, process(0, 1, 1), Alone(), Path("run"), "1"
             ).find(refuse)
-            return [(key.step, key.slot) for key in found]
+            return [(key.step, key.slot) for key in keys]
 
         save_all(snapshots, 1)
         staged = [(stage(snapshots, worker, 2)) for worker in range(2)]
         contents = list(map(bytes, staged))
         assert newest() == [(1, 0), (2, 1)]
         for step in (3, 4, 5):
-            for worker, one in enumerate(snapshots):
-                own = {"streams": {worker: torch.full((2,), step)}}
-                one.save(step, "a", small_state(step), own, INFO, time.monotonic(), writing=True)
+            for worker, worker_snapshots in enumerate(snapshots):
+                own_state = {"streams": {worker: torch.full((2,), step)}}
+                worker_snapshots.save(
+                    step, "a", small_state(step), own_state, INFO, time.monotonic(), writing=True
+                )
             assert newest() == [(2, 1), (step, 0)]
         assert list(map(bytes, staged)) == contents
         save_all(snapshots, 6)
@@ -380,17 +382,17 @@ def test_a_step_that_was_saved_for_disk_is_not_saved_again():
 @pytest.mark.parametrize(("available", "fits"), [(12, True), (11, False)])
 def test_the_room_for_all_copies_and_for_a_resume_is_checked(available, fits, monkeypatch):
     monkeypatch.setattr(in_memory, "available_bytes", lambda: available * 2**20)
-    with open_launcher_state(1) as here, open_launcher_state(1) as there:
-        one, _ = team([here, there], 2)
+    with open_launcher_state(1) as first, open_launcher_state(1) as second:
+        worker_snapshots, _ = team([first, second], 2)
         # per worker 2 slots of 2 MiB; on resume 4 MiB, and 2 MiB from the other host
-        monkeypatch.setattr(one, "_stages", False)  # and 2 MiB for snapshots on disk
+        monkeypatch.setattr(worker_snapshots, "_stages", False)  # and 2 MiB for snapshots on disk
         nbytes = 2 * 2**20 - memory_slot.START
         monkeypatch.setattr(in_memory, "TRANSFER_BYTES", 2**31)
         if fits:
-            one._check_memory(nbytes)
+            worker_snapshots._check_memory(nbytes)
         else:
             with pytest.raises(SnapshotError, match="GB for replacement workers to read them"):
-                one._check_memory(nbytes)
+                worker_snapshots._check_memory(nbytes)
 
 
 def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
@@ -427,11 +429,11 @@ def test_one_worker_reports_once_that_no_memory_outlives_workers(is_new, reporti
     ):
         snapshots = team([launcher_state], 2)
         reported = {}
-        for rank, one in enumerate(snapshots):
-            assert one.find(refuse) == []
-            one.report_start(0, is_new=is_new)
+        for rank, worker_snapshots in enumerate(snapshots):
+            assert worker_snapshots.find(refuse) == []
+            worker_snapshots.report_start(0, is_new=is_new)
             try:
-                one.save(1, "a", small_state(1), {}, INFO, time.monotonic())
+                worker_snapshots.save(1, "a", small_state(1), {}, INFO, time.monotonic())
             except SnapshotError as error:
                 reported[rank] = str(error)
     assert list(reported) == reporting

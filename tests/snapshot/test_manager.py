@@ -22,7 +22,9 @@ def test_memory_is_allocated_once_the_optimizer_has_its_state(
     optimizer = torch.optim.AdamW(model.parameters())
     prepared = []
     monkeypatch.setattr(
-        SnapshotWriter, "prepare", lambda _, shared, own: prepared.append((set(shared), own))
+        SnapshotWriter,
+        "prepare",
+        lambda _, shared, own_states: prepared.append((set(shared), own_states)),
     )
     config = merge({"dir": tmp_path, "snapshot_every": snapshot_every}, {})
     in_memory = InMemorySnapshots(None, find_process({}), Alone(), tmp_path, config.hot_every)

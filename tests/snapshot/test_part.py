@@ -17,7 +17,7 @@ tensor_sizes = st.lists(
 def test_workers_share_every_element_once(sizes, workers):
     shares = [share(sizes, rank, workers) for rank in range(workers)]
     for index, (count, _) in enumerate(sizes):
-        assert [element for own in shares for element in own[index]] == list(range(count))
+        assert [element for ranges in shares for element in ranges[index]] == list(range(count))
 
 
 @given(tensor_sizes, st.integers(1, 9))
@@ -33,11 +33,11 @@ def test_shares_are_even_to_one_cut(sizes, workers):
     total = sum(count * nbytes for count, nbytes in sizes)
     coarsest = SHARE_ALIGNMENT * max((nbytes for _, nbytes in sizes), default=0)
     for rank in range(workers):
-        own = sum(
+        own_bytes = sum(
             len(elements) * nbytes
             for (_, nbytes), elements in zip(sizes, share(sizes, rank, workers), strict=True)
         )
-        assert abs(own - total / workers) <= coarsest + 1
+        assert abs(own_bytes - total / workers) <= coarsest + 1
 
 
 @given(

@@ -337,8 +337,8 @@ def test_the_public_reader_returns_the_newest_complete_snapshot_or_that_of_a_ste
     newest = ss.read_snapshot(str(tmp_path))
     assert (newest.step, newest.path) == (2, tmp_path / "step-00000002")
     assert exact(newest.state) == exact(small_state(2))
-    some = ss.read_snapshot(tmp_path, step=1, objects=["model"])
-    assert exact(some.state) == exact({"model": small_state(1)["model"]})
+    partial = ss.read_snapshot(tmp_path, step=1, objects=["model"])
+    assert exact(partial.state) == exact({"model": small_state(1)["model"]})
     assert ss.read_snapshot(tmp_path / "step-00000001").step == 1
     (tmp_path / "step-00000001").rename(tmp_path / "copy")
     assert ss.read_snapshot(tmp_path / "copy", step=1).step == 1

@@ -98,9 +98,9 @@ def test_a_killed_upload_leaves_no_partial_snapshot_and_is_continued(
         else:
             remote.send(directory / FIRST)  # three requests
         far.before = staticmethod(lambda operation, path: None)
-        there = {path.rpartition("/")[2] for path in far.store}
-        assert len(there) == point
-        assert (NAME in there) == (point == 3)
+        names = {path.rpartition("/")[2] for path in far.store}
+        assert len(names) == point
+        assert (NAME in names) == (point == 3)
         far.calls.clear()
         remote.send(directory / FIRST)
         assert (

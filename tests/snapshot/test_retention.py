@@ -40,10 +40,10 @@ def test_the_newest_and_the_best_stay(tmp_path_factory, scores, keep_last, keep_
     with team(directory, keep_last=keep_last, keep_best=keep_best) as (writers, _):
         for step, score in enumerate(scores):
             save(writers, step, {"step": step}, score=score)
-            there = {*stay, step}
-            scored = [s for s in there if scores[s] is not None and not math.isnan(scores[s])]
+            steps = {*stay, step}
+            scored = [s for s in steps if scores[s] is not None and not math.isnan(scores[s])]
             best = sorted(scored, key=lambda s: (scores[s], s), reverse=True)[:keep_best]
-            stay = {*sorted(there)[-keep_last:], *best}
+            stay = {*sorted(steps)[-keep_last:], *best}
             assert steps_in(directory) == sorted(stay)
 
 

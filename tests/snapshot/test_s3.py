@@ -99,8 +99,10 @@ def _race(url):
 
 
 def test_one_of_two_concurrent_writes_of_a_manifest_wins(server):
-    ((outcomes, there),) = run_workers(_race, 1, "s3://bucket/race", environment=server.environment)
-    assert [outcome for outcome in outcomes if isinstance(outcome, int)] == [there]
+    ((outcomes, written),) = run_workers(
+        _race, 1, "s3://bucket/race", environment=server.environment
+    )
+    assert [outcome for outcome in outcomes if isinstance(outcome, int)] == [written]
     assert (
         sum("another run wrote this file in the meantime" in str(outcome) for outcome in outcomes)
         == 1

@@ -54,15 +54,15 @@ def test_any_number_of_workers_writes_the_same_state(
 @st.composite
 def sharded_tensors(draw, workers):
     """Tensors in any memory order, each with the cuts between its workers' slices."""
-    found = draw(st.lists(tensors(), min_size=1, max_size=4))
+    drawn = draw(st.lists(tensors(), min_size=1, max_size=4))
     cuts = [
         sorted(
             draw(st.lists(st.integers(0, t.numel()), min_size=workers - 1, max_size=workers - 1))
         )
-        for t in found
+        for t in drawn
     ]
     return [
-        (tensor, [0, *inner, tensor.numel()]) for tensor, inner in zip(found, cuts, strict=True)
+        (tensor, [0, *inner, tensor.numel()]) for tensor, inner in zip(drawn, cuts, strict=True)
     ]
 
 
@@ -70,7 +70,7 @@ def sharded_tensors(draw, workers):
 @settings(max_examples=50)
 def test_slices_of_any_memory_order_make_complete_tensors(tmp_path_factory, data, workers):
     sharded = data.draw(sharded_tensors(workers))
-    own = [
+    own_states = [
         {
             "optimizer": {
                 "state": {
@@ -83,7 +83,7 @@ def test_slices_of_any_memory_order_make_complete_tensors(tmp_path_factory, data
     ]
     directory = tmp_path_factory.mktemp("run")
     with team(directory, workers) as (writers, _):
-        save(writers, 1, {"model": {"weight": torch.ones(70)}}, own)
+        save(writers, 1, {"model": {"weight": torch.ones(70)}}, own_states)
     complete = load(directory / "step-00000001").state["optimizer"]["state"]
     assert exact(complete) == exact(
         {i: {"exp_avg": tensor} for i, (tensor, _) in enumerate(sharded)}
@@ -108,7 +108,7 @@ def test_channels_last_comes_back_as_channels_last(tmp_path):
 
 
 def test_each_worker_writes_its_own_values(tmp_path):
-    own = [
+    own_states = [
         {"streams": {rank: {"position": rank, "cache": torch.full((3,), float(rank))}}}
         for rank in range(3)
     ]
@@ -117,31 +117,34 @@ def test_each_worker_writes_its_own_values(tmp_path):
             writers,
             1,
             {"model": {"weight": torch.ones(2)}, "streams": {"count": 3}},
-            own,
+            own_states,
             {"lanes": 3},
             0.5,
         )
     snapshot = load(tmp_path / "step-00000001")
     assert exact(snapshot.state["streams"]) == exact(
-        {"count": 3} | own[0]["streams"] | own[1]["streams"] | own[2]["streams"]
+        {"count": 3}
+        | own_states[0]["streams"]
+        | own_states[1]["streams"]
+        | own_states[2]["streams"]
     )
     assert (snapshot.step, snapshot.info, snapshot.score) == (1, {"lanes": 3}, 0.5)
 
 
 def test_equal_values_of_several_workers_are_stored_once(tmp_path):
-    own = {
+    own_state = {
         "optimizer": {
             "param_groups": [{"lr": torch.tensor(0.1), "params": [0, 1]}],
             "empty": torch.empty(0),
         }
     }
     with team(tmp_path, 3) as (writers, _):
-        save(writers, 1, {}, [own, own, own])
-    assert exact(load(tmp_path / "step-00000001").state) == exact(own)
+        save(writers, 1, {}, [own_state, own_state, own_state])
+    assert exact(load(tmp_path / "step-00000001").state) == exact(own_state)
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("own_states", "message"),
     [
         (
             [{"a": torch.ones(2)}, {"a": torch.zeros(2)}],
@@ -162,9 +165,9 @@ def test_equal_values_of_several_workers_are_stored_once(tmp_path):
         ),
     ],
 )
-def test_workers_with_different_values_fail(tmp_path, own, message):
+def test_workers_with_different_values_fail(tmp_path, own_states, message):
     with team(tmp_path, 2) as (writers, _), pytest.raises(SnapshotError, match=message):
-        save(writers, 1, {}, own)
+        save(writers, 1, {}, own_states)
     assert find_newest(tmp_path, ignore) is None
 
 
@@ -205,8 +208,10 @@ def _save_as_a_process(directory: Path, workers: int) -> None:
 def test_processes_save_together(tmp_path, workers):
     run_workers(_save_as_a_process, workers, tmp_path, workers)
     assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
-    own = {rank: torch.full((9,), 4.0) for rank in range(workers)}
-    assert exact(load(tmp_path / "step-00000004").state) == exact({**small_state(4), "own": own})
+    own_state = {rank: torch.full((9,), 4.0) for rank in range(workers)}
+    assert exact(load(tmp_path / "step-00000004").state) == exact(
+        {**small_state(4), "own": own_state}
+    )
 
 
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def after_a_step(world, lanes, writes):
                 buffers.end_lane(lane)
         written = world.all_gather_json(buffers.written(), "sharing written buffers")
         buffers.end_step(
-            sorted({number for some in written for number in some}),
+            sorted({number for numbers in written for number in numbers}),
             [n for n in range(lanes) if writes[n] is not None],
         )
     return {name: bits(buffer) for name, buffer in model.named_buffers()}
@@ -92,10 +92,10 @@ def expected_after(lanes, writes):
             of_lane[lane] = copy_of(model)
             of_lane[lane].write(lane, writes[lane])
         for name in {name for lane in with_samples for name in writes[lane]}:
-            values = {lane: getattr(one, name) for lane, one in of_lane.items()}
-            mine = getattr(model, name)
-            mine.copy_(
-                tree_mean(values, lanes) if mine.is_floating_point() else values[with_samples[0]]
+            values = {lane: getattr(lane_model, name) for lane, lane_model in of_lane.items()}
+            buffer = getattr(model, name)
+            buffer.copy_(
+                tree_mean(values, lanes) if buffer.is_floating_point() else values[with_samples[0]]
             )
     return {name: bits(buffer) for name, buffer in model.named_buffers()}
 
@@ -110,11 +110,11 @@ def tree_mean(values, lanes):
     def leaf(span):
         if span[1] - span[0] > 1:
             return None
-        some = next(iter(values.values()))
+        first = next(iter(values.values()))
         return (
             values[span[0]].double()
             if span[0] in values
-            else torch.zeros(some.shape, dtype=torch.float64)
+            else torch.zeros(first.shape, dtype=torch.float64)
         )
 
     return tree_sum((0, lanes), leaf, torch.add) / len(values)

@@ -54,12 +54,19 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         flat_buffer.complete()
         for parameter in in_buffer:
             parameter.grad = None
-    own = [parameters[number] for number in chosen]
+    selected = [parameters[number] for number in chosen]
     flat_buffers = [] if flat_buffer is None else [flat_buffer]
-    norm = gradient_norm(own, flat_buffers, world)
-    whole = [parameter.grad for parameter in own if parameter.grad is not None]
+    norm = gradient_norm(selected, flat_buffers, world)
+    full_gradients = [parameter.grad for parameter in selected if parameter.grad is not None]
     scale_gradients(
-        [*whole, *(part for some in flat_buffers for part in some.gradients_of(set(map(id, own))))],
+        [
+            *full_gradients,
+            *(
+                part
+                for buffer in flat_buffers
+                for part in buffer.gradients_of(set(map(id, selected)))
+            ),
+        ],
         norm,
         max_norm,
     )
@@ -67,10 +74,10 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         by_rank = torch.empty_like(flat)
         world.all_gather(by_rank, exchange.slice_of(flat, world.rank), "gathering gradients")
         flat.copy_(exchange.by_number(by_rank.view(world.size, -1)).view(-1))
-        for parameter, view, there in zip(
+        for parameter, view, is_present in zip(
             in_buffer, flat_buffer.exchange.views(flat), present, strict=True
         ):
-            parameter.grad = view if there else None
+            parameter.grad = view if is_present else None
     return bits(norm), [
         None if parameter.grad is None else bits(parameter.grad) for parameter in parameters
     ]
@@ -99,7 +106,7 @@ def test_processes_clip_to_the_same_bits(workers):
         ]
 
     for worker in in_processes(workers, body):
-        assert worker == [[found[0]] * 3 for found in in_processes(1, body)[0]]
+        assert worker == [[results[0]] * 3 for results in in_processes(1, body)[0]]
 
 
 @pytest.mark.parametrize("across", ["host", "world"])
@@ -140,8 +147,8 @@ def test_special_gradients(value, norm):
     parameter = torch.nn.Parameter(torch.zeros(100))
     parameter.grad = torch.full((100,), value)
     alone = in_threads(1, lambda world: world)[0]
-    found = gradient_norm([parameter], [], alone)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, torch.tensor(norm, dtype=torch.float64), equal_nan=True)
+    computed = gradient_norm([parameter], [], alone)
+    assert computed.dtype == torch.float64
+    torch.testing.assert_close(computed, torch.tensor(norm, dtype=torch.float64), equal_nan=True)
     scale_gradients([parameter.grad], torch.tensor(5.0, dtype=torch.float64), max_norm=10.0)
     assert bits(parameter.grad) == bits(torch.full((100,), value))

@@ -48,16 +48,16 @@ def lane_gradients(parameters, lane, seed):
     return gradients
 
 
-def subtree_sums(parameters, own, lanes, seed):
+def subtree_sums(parameters, own_lanes, lanes, seed):
     def leaf(span):
         return lane_gradients(parameters, span[0], seed) if span[1] - span[0] == 1 else None
 
-    return [tree_sum(span, leaf, add_gradients) for span in subtrees(own, lanes)]
+    return [tree_sum(span, leaf, add_gradients) for span in subtrees(own_lanes, lanes)]
 
 
 def exchanged(world, lanes, dtypes, seeds, across="host"):
     """Return the bits of every gradient for each dtype and seed, from one exchange per dtype."""
-    found = []
+    gathered = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
         exchange = Exchange(parameters, lanes, world, across=across)
@@ -74,8 +74,8 @@ def exchanged(world, lanes, dtypes, seeds, across="host"):
                     gradient.numel() < 2
                     or gradient.stride() == torch.empty_like(parameter).stride()
                 )
-            found.append([bits(gradient) for gradient in total])
-    return found
+            gathered.append([bits(gradient) for gradient in total])
+    return gathered
 
 
 def expected_of(lanes, dtypes, seeds):
@@ -85,11 +85,11 @@ def expected_of(lanes, dtypes, seeds):
         parameters = parameters_of(dtype)
         for seed in seeds:
             (total,) = subtree_sums(parameters, range(lanes), lanes, seed)
-            whole = [
-                torch.zeros_like(parameter) if one is None else one
-                for one, parameter in zip(total, parameters, strict=True)
+            gradients = [
+                torch.zeros_like(parameter) if gradient is None else gradient
+                for gradient, parameter in zip(total, parameters, strict=True)
             ]
-            expected.append([bits(gradient) for gradient in whole])
+            expected.append([bits(gradient) for gradient in gradients])
     return expected
 
 
@@ -105,8 +105,8 @@ def divided(world, sizes, *arguments):
     """Run `exchanged` on hosts with `sizes` workers, which share memory only within a host."""
     ends = list(accumulate(sizes))
     world.hosts = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    everyone = world.shared
-    world.shared = lambda nbytes: everyone(nbytes)[world.host.start : world.host.stop]
+    shared = world.shared
+    world.shared = lambda nbytes: shared(nbytes)[world.host.start : world.host.stop]
     return exchanged(world, *arguments)
 
 
@@ -126,8 +126,8 @@ def on_machines(world, sizes, *arguments):
 def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    found = in_threads(workers, on_machines, sizes, *arguments)
-    assert found == [expected_of(*arguments)] * workers
+    gathered = in_threads(workers, on_machines, sizes, *arguments)
+    assert gathered == [expected_of(*arguments)] * workers
 
 
 @settings(max_examples=60)
@@ -140,8 +140,8 @@ def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, se
 def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, across):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    found = in_threads(workers, divided, sizes, *arguments, across)
-    assert found == [expected_of(*arguments)] * workers
+    gathered = in_threads(workers, divided, sizes, *arguments, across)
+    assert gathered == [expected_of(*arguments)] * workers
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,20 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
             return part
 
         world.begin_swap = watched_swap
-        found = []
+        gathered = []
         for seed in range(3):
             for view in exchange.own_views[0]:
                 view.zero_()
-            own = [lane_gradients(parameters, world.rank, seed)]
+            own_gradients = [lane_gradients(parameters, world.rank, seed)]
             exchange.receive()
             if exchange.sends_parts:
-                exchange.put_and_start(own)
+                exchange.put_and_start(own_gradients)
             else:
-                exchange.put(own)
+                exchange.put(own_gradients)
             world.barrier("exchanging losses")
             exchange.sum()
-            found.append([bits(gradient) for gradient in exchange.gather()])
-        return found, empty
+            gathered.append([bits(gradient) for gradient in exchange.gather()])
+        return gathered, empty
 
     (first, empty), (second, _) = on_hosts(2, 2, body, 64)
     assert first == second
@@ -258,12 +258,14 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
 
         def watched_sums(*arguments):
             send = begin_sums(*arguments)
-            return lambda sums: [one._replace(wait=watched(one.wait)) for one in send(sums)]
+            return lambda sums: [
+                arrival._replace(wait=watched(arrival.wait)) for arrival in send(sums)
+            ]
 
         world.begin_all_to_all = lambda *arguments: watched(begin(*arguments))
         world.begin_sums = watched_sums
         exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across)
-        found = []
+        totals = []
         for call in range(4):
             exchange.put([[torch.full([640], 10.0**call * (world.rank + 1))]])
             assert not underway
@@ -273,8 +275,8 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
             if call % 2:
                 exchange.sum()
                 (gradient,) = exchange.gather()
-                found.append(gradient.unique().tolist())
-        return found
+                totals.append(gradient.unique().tolist())
+        return totals
 
     assert on_hosts(hosts, hosts, body) == [[[60.0], [6000.0]]] * hosts
 
@@ -285,26 +287,26 @@ def test_chunks_grow_and_shrink_and_begin_where_vectorized_kernels_do(slices, it
     assert sum(sizes) == slices * ALIGNMENT
     assert all(size > 0 and size % ALIGNMENT == 0 for size in sizes)
     least = exchange_module.CHUNK_BYTES // itemsize
-    most = exchange_module.MOST_CHUNK_BYTES // itemsize
-    assert max(sizes, default=0) <= most
+    largest = exchange_module.MOST_CHUNK_BYTES // itemsize
+    assert max(sizes, default=0) <= largest
     assert all(size < least * 1.5 for size in sizes[:1] + sizes[-1:])
     assert all(size >= least // 2 - ALIGNMENT for size in sizes[1:])
     for before, size, after in zip(sizes, sizes[1:], sizes[2:], strict=False):
         assert least <= size <= 2 * before
         # those after it arrive while it is added
         assert size <= 2 * (after + ALIGNMENT) or after == sizes[-1]
-    assert len(sizes) <= 10 + 2 * slices * ALIGNMENT // most
+    assert len(sizes) <= 10 + 2 * slices * ALIGNMENT // largest
 
 
 def test_the_workers_of_each_host_hold_all_slices_across_host():
     def body(world):
-        found = []
+        held_sums = []
         for across in ("host", "world"):
             exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], LANES, world, across=across)
             exchange.put([[torch.ones(640)] for _ in exchange.own_spans])
             world.barrier("exchanging losses")
-            found.append((list(exchange.held), exchange.sum().sum().item()))
-        return found
+            held_sums.append((list(exchange.held), exchange.sum().sum().item()))
+        return held_sums
 
     assert on_hosts(2, 4, body) == [
         [([0, 1], 1536.0), ([0], 768.0)],  # with padding: 4 slices of 192 elements
@@ -350,8 +352,10 @@ def test_empty_parameters_can_be_exchanged():
     def body(world):
         parameters = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3, 0))]
         exchange = Exchange(parameters, 4, world)
-        own = [[torch.zeros(0), None] for _ in subtrees(lanes_of(world.rank, world.size, 4), 4)]
-        exchange.put(own)
+        own_gradients = [
+            [torch.zeros(0), None] for _ in subtrees(lanes_of(world.rank, world.size, 4), 4)
+        ]
+        exchange.put(own_gradients)
         world.barrier("exchanging losses")
         exchange.sum()
         return [gradient.shape for gradient in exchange.gather()]

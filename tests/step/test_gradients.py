@@ -32,9 +32,9 @@ def test_missing_gradients_count_as_zeros():
 def test_taking_gradients_clears_them():
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
     (3 * parameters[0]).sum().backward()
-    taken = take_gradients(parameters)
-    assert taken[0].tolist() == [3, 3]
-    assert taken[1] is None
+    gradients = take_gradients(parameters)
+    assert gradients[0].tolist() == [3, 3]
+    assert gradients[1] is None
     assert parameters[0].grad is None
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

@@ -89,24 +89,24 @@ def everything(world, bucket_bytes=None):
         exchange.BUCKET_BYTES = bucket_bytes
     lanes = LaneEngine(world, Config(), LANES, [CPU])
     model = model_of(lanes)
-    found = []
+    history = []
     result = backward(lanes, model, note=lambda: {"from": world.rank})
     assert result.notes == [{"from": rank} for rank in range(world.size)]
-    found.append(
+    history.append(
         [
             gradients(model),
             [(lane.lane, lane.count, lane.metrics) for lane in result.results],
         ]
     )
     backward(lanes, model, step=1)
-    found.append(gradients(model))
+    history.append(gradients(model))
     model.zero_grad()
     backward(lanes, model, step=1, update=model["head"])
-    found.append(gradients(model))
+    history.append(gradients(model))
     model.zero_grad()
     backward(lanes, model, step=1, count=lambda batch: 7 * len(batch))
-    found.append(gradients(model))
-    return found
+    history.append(gradients(model))
+    return history
 
 
 def test_gradients_are_the_same_at_any_number_of_workers():
@@ -142,13 +142,13 @@ def rounded(world, bucket_bytes=None, lanes=LANES, exchange_dtype="bfloat16", ac
     overlap.EARLY_BYTES = 6 * 70 * 2  # the largest parameter is copied during backward
     engine = LaneEngine(world, Config(exchange_dtype=exchange_dtype), lanes, [CPU])
     model = model_of(engine)
-    found = []
+    history = []
     for step in range(2):  # the second adds to the gradients of the first
         backward(engine, model, step=step, count=(lambda batch: 7 * len(batch)) if step else None)
-        found.append(gradients(model))
+        history.append(gradients(model))
     model.zero_grad()
     backward(engine, model, step=1, update=model["head"])
-    found.append(gradients(model))
+    history.append(gradients(model))
     model.zero_grad()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if world.size > 1:
@@ -157,8 +157,8 @@ def rounded(world, bucket_bytes=None, lanes=LANES, exchange_dtype="bfloat16", ac
         optimizer.zero_grad()
         backward(engine, model, step=step)
         optimizer.step()
-        found.append([bits(parameter) for parameter in model.parameters()])
-    return found
+        history.append([bits(parameter) for parameter in model.parameters()])
+    return history
 
 
 @pytest.mark.parametrize("lanes", [3, LANES])
@@ -282,15 +282,15 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
         return order, gradients(model)
 
     limit = 2 * 9 * 8 * (2 if exchange_dtype else 4) + 1  # two layers
-    (first, whole), (second, same) = on_hosts(2, 2, body, limit)
-    assert whole == same
+    (first, first_gradients), (second, second_gradients) = on_hosts(2, 2, body, limit)
+    assert first_gradients == second_gradients
     earlier = [4, 3, 2, 1, 0] * (each - 1)
     # the first bucket has half as many
     assert first == [*earlier, 4, "exchange", 3, 2, "exchange", 1, 0, "exchange"] * 2
     earlier = [3, 2, 1, 0] * (each - 1)
     assert second == [*earlier, 3, 2, 1, 0, "exchange", "exchange", "exchange"] * 2
     (_, expected), _ = in_processes(2, body, limit)
-    assert whole == expected
+    assert first_gradients == expected
 
 
 @pytest.mark.parametrize("lanes_per_worker", [1, 2])
@@ -303,7 +303,7 @@ def test_exchanges_of_parameters_that_no_longer_train_together_are_freed(lanes_p
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
         replicate(model, CPU, world)
         lanes.add(model)
-        found, exchanges, freed = [], {}, []
+        history, exchanges, freed = [], {}, []
         for step, trained in enumerate("abbbbcabc"):
             for layer, trains in zip(
                 model, {"a": "10", "b": "01", "c": "11"}[trained], strict=True
@@ -314,15 +314,19 @@ def test_exchanges_of_parameters_that_no_longer_train_together_are_freed(lanes_p
             )
             loss = LossSpec(lambda model, batch: model(batch).square().mean(), model)
             lanes.backward(loss, batch, model, (step, 0), dict)
-            found.append(gradients(model))
+            history.append(gradients(model))
             model.zero_grad()
             if world.size > 1:
                 exchanges.setdefault(
                     trained, weakref.ref(lanes._last_overlap[-1].buckets[0].exchange)
                 )
-                freed.append("".join(name for name, one in exchanges.items() if one() is None))
-        hooks = [len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()]
-        return freed, hooks, found
+                freed.append(
+                    "".join(name for name, reference in exchanges.items() if reference() is None)
+                )
+        hooks = [
+            len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()
+        ]
+        return freed, hooks, history
 
     ((_, _, expected),) = in_processes(1, body)
     freed = ["", "", "", "", "", "a", "a", "a", "a"]  # only a new exchange frees others
@@ -346,28 +350,31 @@ def test_gradients_may_arrive_in_another_order_in_later_steps():
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         replicate(model, CPU, world)
         lanes.add(model)
-        sent, found = [], []
+        sent, history = [], []
         model[0].weight.register_hook(lambda _: sent.append(0))
         log_sends(world, sent)
         for step, layers in enumerate(orders):
             samples = [torch.full((3, 8), lane + 1.0) for lane in lanes.own]
 
             def loss_fn(model, batch, step=step, layers=layers):
-                for one in model.parameters():
-                    one.grad = torch.zeros_like(one) if step == 1 else None
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter) if step == 1 else None
                 return nn.Sequential(*(model[n] for n in layers))(batch).square().mean()
 
             batch = Batch(0, lanes.own, [3] * lanes.lanes, iter(samples))
             lanes.backward(LossSpec(loss_fn, model), batch, model, (0, 0), dict)
-            found.append(
-                [None if one.grad is None else bits(one.grad) for one in model.parameters()]
+            history.append(
+                [
+                    None if parameter.grad is None else bits(parameter.grad)
+                    for parameter in model.parameters()
+                ]
             )
             model.zero_grad()
-        return sent, found
+        return sent, history
 
     ((_, expected),) = in_processes(1, body)
-    for sent, found in on_hosts(2, 2, body):
-        assert found == expected
+    for sent, history in on_hosts(2, 2, body):
+        assert history == expected
         assert sent[:4] == sent[-4:] == ["exchange", "exchange", 0, "exchange"]
         assert sent.count("exchange") == 3 * len(orders)
 
@@ -390,7 +397,7 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
         if world.size > 1:
             shard = Shard(optimizer, 2, world, None, "host", lanes.places())
             lanes.shards.append(shard)
-            assert [len(one.exchange.parameters) for one in shard.flat_buffers] == [2, 4, 2]
+            assert [len(buffer.exchange.parameters) for buffer in shard.flat_buffers] == [2, 4, 2]
         order = []
         for number, layer in enumerate(model):
             layer.weight.register_hook(lambda gradient, number=number: order.append(number))
@@ -434,7 +441,7 @@ def updated(world, kind, options, exchange_dtype):
     optimizer = kind(groups, **options)
     if world.size > 1:
         lanes.shards.append(Shard(optimizer, 4, world, lanes.round_to, "host", lanes.places()))
-    first, *_ = (one for group in optimizer.param_groups for one in group["params"])
+    first, *_ = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if kind is optim.SGD and "momentum" in options:  # as some versions of torch save it
         optimizer.state[first]["momentum_buffer"] = None
     for step in range(5):
@@ -475,7 +482,9 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
         def begun(begin):
             def begin_known(*arguments):
                 send = begin(*arguments)
-                return lambda sent: [Arrival(one.wait, lambda: have_arrived) for one in send(sent)]
+                return lambda sent: [
+                    Arrival(arrival.wait, lambda: have_arrived) for arrival in send(sent)
+                ]
 
             return begin_known
 
@@ -489,7 +498,7 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     with_state = sum(kind is not optim.SGD or "momentum" in options for kind, options in VARIANTS)
     adagrads = sum(kind is optim.Adagrad for kind, _ in VARIANTS)  # have state before any step
     held = Layout((41 * 40,), workers).slice_size * hosts
-    for rank, (counts, found) in enumerate(on_hosts(hosts, workers, body)):
+    for rank, (counts, results) in enumerate(on_hosts(hosts, workers, body)):
         elements = min(held, 41 * 40 - rank % (workers // hosts) * held)
         itemsize = 2 if exchange_dtype else 4
         sizes = exchange.chunks(held, itemsize, hosts)
@@ -498,7 +507,7 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
         parts = sum(start < elements for start in accumulate(sizes[:-1], initial=0))
         assert parts > 1
         assert counts == [1 if have_arrived else parts] * (2 * with_state + adagrads)
-        assert found == expected
+        assert results == expected
 
 
 def with_sharded_layer(world, widths=(1,)):
@@ -537,9 +546,9 @@ def test_a_worker_waits_until_a_slower_one_of_its_host_has_read_its_gradients():
         if world.size > 1:
             add_up = exchange._add_up
 
-            def slow(span, known):
+            def slow(span, sum_of):
                 delays.append(time.sleep(0.5 if world.rank == 0 else 0))
-                return add_up(span, known)
+                return add_up(span, sum_of)
 
             exchange._add_up = slow  # in a process of its own
         for step in range(2):
@@ -572,9 +581,9 @@ def test_a_worker_waits_until_a_slower_one_of_its_host_has_sent_their_sum():
         return len(delays), [bits(parameter) for parameter in model.parameters()]
 
     ((_, expected),) = in_processes(1, body)
-    found = on_hosts(2, 4, body)
-    assert [delays > 0 for delays, _ in found] == [False, True, False, False]
-    assert [parameters for _, parameters in found] == [expected] * 4
+    results = on_hosts(2, 4, body)
+    assert [delays > 0 for delays, _ in results] == [False, True, False, False]
+    assert [parameters for _, parameters in results] == [expected] * 4
 
 
 def test_workers_of_a_host_wait_alike_though_they_start_exchanges_at_different_times():
@@ -619,12 +628,12 @@ def test_hosts_with_several_workers_send_gradients_during_backward():
             backward_of_squares(lanes, model, step)
         return order, gradients(model)
 
-    found = on_hosts(2, 4, body, 9 * 8 * 4)
-    orders = [order for order, _ in found]
+    results = on_hosts(2, 4, body, 9 * 8 * 4)
+    orders = [order for order, _ in results]
     assert all(order.index("exchange") < order.index(0, 5) for order in orders), orders
     assert [order.count("exchange") for order in orders] == [10] * 4
     ((_, expected),) = in_processes(1, body, 9 * 8 * 4)
-    assert [gradients for _, gradients in found] == [expected] * 4
+    assert [gradients for _, gradients in results] == [expected] * 4
 
 
 def test_large_gradients_are_copied_into_the_exchange_during_backward():
@@ -635,26 +644,26 @@ def test_large_gradients_are_copied_into_the_exchange_during_backward():
         model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 2))
         replicate(model, CPU, world)
         lanes.add(model)
-        taken = []
+        cleared = []
 
         def arrives(_):
             """Note which later layers have no gradient of their own any more."""
-            taken.append([layer.weight.grad is None for layer in model[1:]])
+            cleared.append([layer.weight.grad is None for layer in model[1:]])
 
         model[0].weight.register_hook(arrives)
-        found = []
+        history = []
         for step in range(3):  # the third adds to the gradients of the second
             backward_of_squares(lanes, model, step)
-            found.append(gradients(model))
+            history.append(gradients(model))
             if step == 0:
                 model.zero_grad()
-        return taken, found
+        return cleared, history
 
     limit = 40 * 40 * 4
     ((_, expected),) = in_processes(1, body, limit)
     assert in_processes(2, body, limit) == [([[True, False]] * 3, expected)] * 2
     assert in_processes(2, body, limit + 1) == [([[False, False]] * 3, expected)] * 2
-    assert [found for _, found in on_hosts(2, 2, body, limit)] == [expected] * 2
+    assert [history for _, history in on_hosts(2, 2, body, limit)] == [expected] * 2
 
 
 def test_an_optimizer_may_be_sharded_after_the_first_gradients():

@@ -77,11 +77,11 @@ def test_a_dense_tensor_is_flattened_in_storage_order_without_a_copy(shape, rand
         [order.index(dim) for dim in range(len(shape))]
     )
     assert list(tensor.shape) == shape
-    found = storage_order(tensor)
-    assert sorted(found) == list(range(len(shape)))
+    dims = storage_order(tensor)
+    assert sorted(dims) == list(range(len(shape)))
     assert torch.equal(flattened(tensor), storage)
     assert flattened(tensor).data_ptr() == tensor.data_ptr()
-    assert torch.equal(tensor.permute(found).reshape(-1), storage)
+    assert torch.equal(tensor.permute(dims).reshape(-1), storage)
 
 
 def test_the_usual_formats():
@@ -93,8 +93,8 @@ def test_the_usual_formats():
 
 
 def test_a_tensor_with_gaps_is_copied_in_plain_order():
-    whole = torch.arange(24).view(4, 6)
-    for tensor in (whole[:, ::2], whole[0].expand(3, 6), whole.T[1:3, 1:]):
+    dense = torch.arange(24).view(4, 6)
+    for tensor in (dense[:, ::2], dense[0].expand(3, 6), dense.T[1:3, 1:]):
         assert storage_order(tensor) == (0, 1)
         assert torch.equal(flattened(tensor), tensor.contiguous().view(-1))
         assert flattened(tensor).data_ptr() != tensor.data_ptr()

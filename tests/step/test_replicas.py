@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one = nn.Linear(3, 3)
-        self.two = nn.Linear(3, 3)
-        self.two.weight = self.one.weight
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(3)
 
 
@@ -43,33 +43,33 @@ def replicas_of(*modules, devices=2):
 
 @given(devices=st.integers(1, 6), start=st.integers(0, 9), more=st.integers(0, 9))
 def test_devices_get_all_lanes_once_and_in_order(devices, start, more):
-    own = range(start, start + devices + more)
-    dealt = [replica.lanes for replica in Replicas([CPU] * devices, own).all]
-    assert [lane for lanes in dealt for lane in lanes] == list(own)
+    all_lanes = range(start, start + devices + more)
+    dealt = [replica.lanes for replica in Replicas([CPU] * devices, all_lanes).all]
+    assert [lane for lanes in dealt for lane in lanes] == list(all_lanes)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 def test_every_tensor_has_a_replica_and_tied_ones_stay_tied():
     module = Tied()
-    replicas = replicas_of(module, module.one, devices=3)
-    there = [standing_in(module)]
+    replicas = replicas_of(module, module.first, devices=3)
+    stand_ins = [standing_in(module)]
     for replica in replicas.all[1:]:
         with replicas.on(replica):
-            there.append(standing_in(module))
-            assert module.two.weight is module.one.weight
-    assert standing_in(module) == there[0]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert not set(there[one].values()) & set(there[other].values())
+            stand_ins.append(standing_in(module))
+            assert module.second.weight is module.first.weight
+    assert standing_in(module) == stand_ins[0]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert not set(stand_ins[first].values()) & set(stand_ins[second].values())
 
 
 def test_replicas_are_found_by_the_original_parameters():
     module = Tied()
     replicas = replicas_of(module)
-    own = list(module.parameters())
-    assert all(a is b for a, b in zip(replicas.all[0].of(own), own, strict=True))
+    parameters = list(module.parameters())
+    assert all(a is b for a, b in zip(replicas.all[0].of(parameters), parameters, strict=True))
     with replicas.on(replicas.all[1]):
         assert all(
-            a is b for a, b in zip(replicas.all[1].of(own), module.parameters(), strict=True)
+            a is b for a, b in zip(replicas.all[1].of(parameters), module.parameters(), strict=True)
         )
 
 
@@ -77,20 +77,22 @@ def test_refresh_copies_values_and_requires_grad():
     module = Tied()
     replicas = replicas_of(module)
     with torch.no_grad():
-        module.one.weight.fill_(2.0)
+        module.first.weight.fill_(2.0)
         module.norm.running_mean.fill_(3.0)
-    module.one.bias.requires_grad = False
+    module.first.bias.requires_grad = False
     replicas.refresh()
     with replicas.on(replicas.all[1]):
-        assert module.two.weight.eq(2.0).all()
+        assert module.second.weight.eq(2.0).all()
         assert module.norm.running_mean.eq(3.0).all()
-        assert [parameter.requires_grad for parameter in (module.one.weight, module.one.bias)] == [
+        assert [
+            parameter.requires_grad for parameter in (module.first.weight, module.first.bias)
+        ] == [
             True,
             False,
         ]
         with torch.no_grad():
-            module.one.weight.fill_(5.0)
-    assert module.one.weight.eq(2.0).all()
+            module.first.weight.fill_(5.0)
+    assert module.first.weight.eq(2.0).all()
 
 
 def test_the_modules_own_tensors_are_restored_after_an_error():
@@ -105,22 +107,22 @@ def test_the_modules_own_tensors_are_restored_after_an_error():
 def test_a_recurrent_layer_computes_with_the_tensors_of_the_device():
     layer = nn.LSTM(2, 3)
     replicas = replicas_of(layer)
-    there = torch.randn(4, 1, 2)
-    before = layer(there)[0]
+    inputs = torch.randn(4, 1, 2)
+    before = layer(inputs)[0]
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()  # here, and not on the second device
     with replicas.on(replicas.all[1]):
-        assert torch.equal(layer(there)[0], before)
-    assert layer(there)[0].eq(0).all()
+        assert torch.equal(layer(inputs)[0], before)
+    assert layer(inputs)[0].eq(0).all()
 
 
 def test_a_module_that_was_not_replicated_is_on_the_first_device_only():
     module = Tied()
-    replicas = replicas_of(module.one)
-    assert replicas.holding(module.one) == replicas.all
+    replicas = replicas_of(module.first)
+    assert replicas.holding(module.first) == replicas.all
     assert replicas.holding(module) == replicas.all[:1]
-    assert replicas.holding({"a": module.one}) == replicas.all
+    assert replicas.holding({"a": module.first}) == replicas.all
 
 
 def test_one_device_has_nothing_to_exchange():

@@ -137,7 +137,7 @@ def give(flat_buffer, gradients):
 
 def trained(world, kept=None, variants=VARIANTS, across="world"):
     """Return for each variant its results, its state in the middle, and results from that state."""
-    found = []
+    results = []
     for number, (kind, options) in enumerate(variants):
         job = Job(world, kind, options, across)
         result = {"history": []}
@@ -152,20 +152,20 @@ def trained(world, kept=None, variants=VARIANTS, across="world"):
             for step in range(SAVED_AT, STEPS):
                 job.step(step)
             result["continued"] = digest(job.parameters)
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
-def whole(parts):
+def merged(parts):
     """Merge the workers' parts of an optimizer's state."""
-    found = {}
+    collected = {}
     for part in parts:
         for index, values in part["state"].items():
             for name, value in values.items():
-                found.setdefault(index, {}).setdefault(name, []).append(value)
+                collected.setdefault(index, {}).setdefault(name, []).append(value)
     state = {
         index: {name: joined(values) for name, values in of_index.items()}
-        for index, of_index in found.items()
+        for index, of_index in collected.items()
     }
     return {"state": state, "param_groups": parts[0]["param_groups"]}
 
@@ -198,11 +198,11 @@ def comparable(state):
 
 def test_sharded_and_unsharded_optimizers_give_the_same_bits():
     (plain,) = in_processes(1, trained)
-    kept = [one["middle"] for one in plain]
+    kept = [result["middle"] for result in plain]
     (alone,) = in_processes(1, trained, kept)
-    for variant, one in zip(VARIANTS, alone, strict=True):
-        assert one["continued"] == one["history"][-1], variant
-        assert len(set(one["history"])) == STEPS, variant
+    for variant, result in zip(VARIANTS, alone, strict=True):
+        assert result["continued"] == result["history"][-1], variant
+        assert len(set(result["history"])) == STEPS, variant
     for workers in (2, 3):
         sizes = tuple(torch.Size(shape).numel() for shape in SHAPES[:-1])
         assert {
@@ -211,34 +211,34 @@ def test_sharded_and_unsharded_optimizers_give_the_same_bits():
             for fragment in Layout(sizes, workers).fragments(rank)
             if fragment.start
         } & {4, 5}
-        everyone = in_processes(workers, trained, kept)
+        by_worker = in_processes(workers, trained, kept)
         for number, variant in enumerate(VARIANTS):
-            mine = [worker[number] for worker in everyone]
-            for worker in mine:
+            variant_results = [worker[number] for worker in by_worker]
+            for worker in variant_results:
                 assert worker["history"] == plain[number]["history"], variant
                 assert worker["continued"] == alone[number]["continued"], variant
                 assert digest(worker["middle"]["parameters"]) == digest(
                     kept[number]["parameters"]
                 ), variant
-            assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(
-                kept[number]["part"]
-            ), variant
+            assert comparable(
+                merged([worker["middle"]["part"] for worker in variant_results])
+            ) == comparable(kept[number]["part"]), variant
 
 
 @pytest.mark.parametrize("across", ["host", "world"])
 def test_hosts_that_update_all_parameters_save_each_part_once(across):
     variants = [VARIANTS[1], (optim.AdamW, {"amsgrad": True, "fused": True})]
     (plain,) = in_processes(1, trained, None, variants)
-    kept = [one["middle"] for one in plain]
-    everyone = on_hosts(2, 4, trained, kept, variants, across)
+    kept = [result["middle"] for result in plain]
+    by_worker = on_hosts(2, 4, trained, kept, variants, across)
     for number, variant in enumerate(variants):
-        mine = [worker[number] for worker in everyone]
-        for worker in mine:
+        variant_results = [worker[number] for worker in by_worker]
+        for worker in variant_results:
             assert worker["history"] == plain[number]["history"], variant
             assert worker["continued"] == plain[number]["history"][-1], variant
-        assert comparable(whole([worker["middle"]["part"] for worker in mine])) == comparable(
-            kept[number]["part"]
-        ), variant
+        assert comparable(
+            merged([worker["middle"]["part"] for worker in variant_results])
+        ) == comparable(kept[number]["part"]), variant
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_hosts_that_update_all_parameters_save_each_part_once(across):
 )
 def test_hosts_update_all_parameters_where_that_pays_and_fits(hosts, adds_early, free, expected):
     class World:
-        def all_gather_json(self, own, what):
+        def all_gather_json(self, value, what):
             return [10**9, free]
 
     world = World()
@@ -289,11 +289,11 @@ def test_adjacent_fragments_share_a_segment():
             ]
             return [[fragment.index for fragment in segment.fragments] for segment in segments]
 
-        found = [shared()]
+        history = [shared()]
         for step in range(3):
             job.step(step)
-            found.append(shared())
-        return found
+            history.append(shared())
+        return history
 
     first, second = in_processes(2, body)
     together, apart = [[0], [1, 2], [3], [4], [5], [0]], [[0], [1], [2], [3], [4], [5], [0]]

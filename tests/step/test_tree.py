@@ -27,18 +27,20 @@ def written_out(low, high):
 
 def added_up(ranges, lanes):
     """Add in parts, as workers with the lanes `ranges` do, and then finish the tree."""
-    known = {}
-    for own in ranges:
-        for span in subtrees(own, lanes):
-            known[span] = tree_sum(span, lambda s: s[0] if s[1] - s[0] == 1 else None, pair)
-    return tree_sum((0, lanes), known.get, pair)
+    sums = {}
+    for own_lanes in ranges:
+        for span in subtrees(own_lanes, lanes):
+            sums[span] = tree_sum(span, lambda s: s[0] if s[1] - s[0] == 1 else None, pair)
+    return tree_sum((0, lanes), sums.get, pair)
 
 
-def assert_maximal(spans, own, lanes):
+def assert_maximal(spans, own_lanes, lanes):
     """Check that spans tile `own` and that none of them could be larger."""
-    assert [lane for low, high in spans for lane in range(low, high)] == list(own)
+    assert [lane for low, high in spans for lane in range(low, high)] == list(own_lanes)
     assert not {
-        merged for merged in all_spans((0, lanes)) if merged[0] in own and merged[1] - 1 in own
+        merged
+        for merged in all_spans((0, lanes))
+        if merged[0] in own_lanes and merged[1] - 1 in own_lanes
     } - set(inside(spans))
 
 
@@ -69,7 +71,7 @@ def test_any_number_of_workers_adds_in_the_same_order(lanes):
     expected = written_out(0, lanes)
     for workers in range(1, lanes + 1):
         ranges = [lanes_of(rank, workers, lanes) for rank in range(workers)]
-        assert [lane for own in ranges for lane in own] == list(range(lanes))
+        assert [lane for own_lanes in ranges for lane in own_lanes] == list(range(lanes))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         assert added_up(ranges, lanes) == expected
 
@@ -78,8 +80,8 @@ def test_any_number_of_workers_adds_in_the_same_order(lanes):
 def test_any_partition_adds_in_the_same_order(data, lanes):
     cuts = sorted({0, lanes, *data.draw(st.sets(st.integers(0, lanes)))})
     ranges = [range(low, high) for low, high in pairwise(cuts)]
-    for own in ranges:
-        assert_maximal(subtrees(own, lanes), own, lanes)
+    for own_lanes in ranges:
+        assert_maximal(subtrees(own_lanes, lanes), own_lanes, lanes)
     assert added_up(ranges, lanes) == written_out(0, lanes)
     assert subtrees(range(cuts[0], cuts[0]), lanes) == []
 
@@ -88,11 +90,11 @@ def test_any_partition_adds_in_the_same_order(data, lanes):
 def test_each_lane_is_requested_once_and_in_order(lanes):
     asked = []
 
-    def known(span):
+    def value_of(span):
         if span[1] - span[0] > 1:
             return None
         asked.append(span[0])
         return span[0]
 
-    tree_sum((0, lanes), known, pair)
+    tree_sum((0, lanes), value_of, pair)
     assert asked == list(range(lanes))

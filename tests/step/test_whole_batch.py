@@ -109,8 +109,8 @@ def test_both_passes_of_a_lane_draw_the_same_random_numbers():
             part = slice(offset, offset + size)
             lanes.append(embed(reference, (images[part], texts[part])))
             offset += size
-        whole = {name: torch.cat([lane[name] for lane in lanes]) for name in lanes[0]}
-        clip_loss(reference, whole)[0].backward()
+        embeddings = {name: torch.cat([lane[name] for lane in lanes]) for name in lanes[0]}
+        clip_loss(reference, embeddings)[0].backward()
         model = run.replicate(Clip(dropout=0.5))
         run.backward(clip_loss, model, batch, embed=embed)
     assert_close(model, reference)
@@ -124,7 +124,7 @@ def everything(world, lanes=LANES, bucket_bytes=None):
     model = Clip(dropout=0.2)
     replicate(model, CPU, world)
     engine.add(model)
-    found = []
+    history = []
     for step, size in enumerate([23, 3, 12]):
         counts = sizes_of(size, lanes)[:: 1 if step else -1]
         ends = torch.tensor([0, *counts]).cumsum(0).tolist()
@@ -139,10 +139,10 @@ def everything(world, lanes=LANES, bucket_bytes=None):
         result = engine.backward(
             spec, Batch(0, engine.own, counts, iter(batches)), update, (step, 0), dict
         )
-        found.append([gradients(model), [(one.lane, one.metrics) for one in result.results]])
+        history.append([gradients(model), [(lane.lane, lane.metrics) for lane in result.results]])
         if step == 0:
             model.zero_grad()  # the next two are added
-    return found
+    return history
 
 
 def test_the_bits_are_the_same_at_any_number_of_workers():
@@ -261,9 +261,9 @@ def from_stream(run, sizes):
 def test_lanes_of_streams_may_have_any_number_of_items(sizes):
     with ss.init(lanes=3) as run:
         model, reference = run.replicate(Clip()), Clip()
-        batch, whole = from_stream(run, sizes)
+        batch, samples = from_stream(run, sizes)
         run.backward(clip_loss, model, batch, embed=embed)
-    clip_loss(reference, embed(reference, whole))[0].backward()
+    clip_loss(reference, embed(reference, samples))[0].backward()
     assert_close(model, reference)
 
 
@@ -344,13 +344,15 @@ def test_losses_of_the_whole_batch_are_checked():
         model = run.replicate(Clip())
         batch, _ = from_stream(run, [2, 3])
         with pytest.raises(LossError, match=r"got a tensor of shape \(5, 70\) in the whole batch"):
-            run.backward(lambda model, found: found["image"], model, batch, embed=embed)
+            run.backward(lambda model, embeddings: embeddings["image"], model, batch, embed=embed)
         with pytest.raises(LossError, match="the loss of the whole batch has no gradient"):
-            run.backward(lambda model, found: torch.ones(()), model, batch, embed=embed)
+            run.backward(lambda model, embeddings: torch.ones(()), model, batch, embed=embed)
         with pytest.raises(ss.OutOfMemoryError, match="the loss of all embeddings does not fit"):
             run.backward(too_large, model, batch, embed=embed)
         with pytest.raises(ss.NonFiniteLossError, match="the loss is inf"):
-            run.backward(lambda model, found: found["image"].sum() / 0, model, batch, embed=embed)
+            run.backward(
+                lambda model, embeddings: embeddings["image"].sum() / 0, model, batch, embed=embed
+            )
         for options in ({"count": len}, {"reduction": "sum"}):
             with pytest.raises(ss.ConfigError, match="embed cannot be used with count or red"):
                 run.backward(clip_loss, model, batch, embed=embed, **options)

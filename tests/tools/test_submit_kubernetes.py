@@ -38,7 +38,7 @@ def written(capsys):
 
 
 def package(name):
-    needs(f"the Python package {name}", found=importlib.util.find_spec(name) is not None)
+    needs(f"the Python package {name}", is_present=importlib.util.find_spec(name) is not None)
 
 
 def fits(manifest):
@@ -123,8 +123,8 @@ def test_an_unknown_field_is_found(kind, written):
 
 def environment_of(container, more):
     """Return the variables of a pod's worker: the manifest's and those that the cluster adds."""
-    own = {variable["name"]: variable.get("value", 16 * "x") for variable in container["env"]}
-    return {**IN_POD, **more, **own}
+    variables = {variable["name"]: variable.get("value", 16 * "x") for variable in container["env"]}
+    return {**IN_POD, **more, **variables}
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,13 @@ def test_several_workers_per_pod_are_started_by_samestep_run(kind, written):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert container["command"][:2] == ["samestep", "run"]
-    given = parser.parse_args(container["command"][2:])
-    assert (given.workers, given.nodes, given.master) == (4, "2", f"{masters[kind]}:29400")
-    assert (given.module, given.script, given.arguments) == (True, "recipes.vit", ["--epochs", "3"])
+    options = parser.parse_args(container["command"][2:])
+    assert (options.workers, options.nodes, options.master) == (4, "2", f"{masters[kind]}:29400")
+    assert (options.module, options.script, options.arguments) == (
+        True,
+        "recipes.vit",
+        ["--epochs", "3"],
+    )
     (token,) = [
         variable["valueFrom"]["secretKeyRef"]
         for variable in container["env"]

@@ -110,10 +110,10 @@ def test_arguments_and_directories_arrive_as_they_are(argument, tmp_path, capsys
     text = capsys.readouterr().out
     assert f"--output={str(directory).replace('%', '%%')}/slurm-%j.out" in directives(text)
     stand_ins = 'srun() { shift 2; printf \'%s\\0\' "$SAMESTEP_DIR" "$@"; }\n'
-    shown = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", stand_ins + text], capture_output=True, text=True, check=True
     )
-    assert shown.stdout.split("\0") == [str(directory), "python", "-m", "show", argument, ""]
+    assert completed.stdout.split("\0") == [str(directory), "python", "-m", "show", argument, ""]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_a_missing_sbatch_is_reported(monkeypatch, capsys, tmp_path):
 def eventually(poll, explain):
     """Return the result of `poll` as soon as it is true."""
     deadline = time.monotonic() + SOON_SECONDS
-    while not (found := poll()):
+    while not (result := poll()):
         assert time.monotonic() < deadline, explain()
         time.sleep(0.05)
-    return found
+    return result
 
 
 class Cluster:
@@ -212,11 +212,11 @@ class Cluster:
 
     def ends(self, job, state):
         """Wait until a job is in a state, and return how often it was restarted."""
-        found = eventually(
+        match = eventually(
             lambda: re.search(rf"(?s)JobState={state} .*Restarts=(\d+)", self.show(job)),
             lambda: self.explain(job),
         )
-        return int(found[1])
+        return int(match[1])
 
     def start_again(self, job):
         """Start a requeued job, which Slurm would do after two minutes.
@@ -227,9 +227,9 @@ class Cluster:
 
     def explain(self, job):
         """Return the state and the output of a job that failed a test."""
-        shown = self.show(job)
-        output = Path(re.search("StdOut=(.*)", shown)[1])
-        return shown + (output.read_text() if output.exists() else "no output")
+        state = self.show(job)
+        output = Path(re.search("StdOut=(.*)", state)[1])
+        return state + (output.read_text() if output.exists() else "no output")
 
 
 @pytest.fixture

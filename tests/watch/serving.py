@@ -19,10 +19,10 @@ SECONDS = 60.0
 def until(condition: Callable[[], Result]) -> Result:
     """Wait until a condition is true, and return its result."""
     deadline = time.monotonic() + SECONDS
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
-    return found
+    return result
 
 
 class Served:

@@ -79,9 +79,9 @@ def test_the_drawn_points_of_a_span_have_the_extremes_of_all_its_points():
     drawn, seen = list(zip(answer["spans"], answer["x"], answer["value"], strict=True)), 0
     for span in dict.fromkeys(answer["spans"]):
         steps = [int(x) for number, x, _ in drawn if number == span]
-        some = [value for number, _, value in drawn if number == span]
+        drawn_values = [value for number, _, value in drawn if number == span]
         all_points = values[steps[0] : steps[-1] + 1]
-        assert (min(some), max(some)) == (all_points.min(), all_points.max())
+        assert (min(drawn_values), max(drawn_values)) == (all_points.min(), all_points.max())
         seen += len(all_points)
     assert seen == len(values)
 
@@ -155,25 +155,25 @@ def test_points_after_a_place_are_discarded(last, left):
 
 
 def test_summary():
-    def shown(curve):
+    def figures_of(curve):
         return [curve.summary()[name] for name in ("points", "last", "lowest", "highest")]
 
     made = straight(3)
-    assert shown(made) == [3, 2, 0, 2]
+    assert figures_of(made) == [3, 2, 0, 2]
     made.append((3, True), 0.0, -5.0, NAN, NAN)
     made.append((4, True), 0.0, NAN, NAN, NAN)
-    assert shown(made) == [5, None, -5, 2]
+    assert figures_of(made) == [5, None, -5, 2]
     made.discard_after((1, False))
-    assert shown(made) == [1, 0, 0, 0]
-    assert shown(Curve()) == [0, None, None, None]
+    assert figures_of(made) == [1, 0, 0, 0]
+    assert figures_of(Curve()) == [0, None, None, None]
 
 
 def test_the_steps_of_extremes_and_the_trend_are_exact():
     made = Curve()
     for step, value in enumerate([NAN, 7.0, 3.0, 9.0, 3.0, 9.0, *[1e6 / 3] * 4, *[4.0] * 990]):
         made.append((step, False), 0.0, value, NAN, NAN)
-    found = made.summary()
-    assert (found["lowest_step"], found["highest_step"], found["trend"]) == (2, 6, 0)
+    summary = made.summary()
+    assert (summary["lowest_step"], summary["highest_step"], summary["trend"]) == (2, 6, 0)
     for step in range(249):
         made.append((1000 + step, False), 0.0, 3.0, NAN, NAN)
     assert made.summary()["trend"] == pytest.approx(3 / 4 - 1)
@@ -257,9 +257,9 @@ def test_few_points_are_all_drawn(rows):
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1).map(sorted), st.integers(1, 20))
 def test_spans_contain_each_row_once(x, count):
-    found = equal_spans(np.asarray(x), count)
-    assert len(found) <= count
-    assert [row for start, stop in found for row in range(start, stop)] == list(range(len(x)))
+    spans = equal_spans(np.asarray(x), count)
+    assert len(spans) <= count
+    assert [row for start, stop in spans for row in range(start, stop)] == list(range(len(x)))
 
 
 CHANGES = st.lists(
@@ -273,18 +273,18 @@ CHANGES = st.lists(
 def test_a_table_contains_the_rows_appended_and_not_removed(changes, at_a_time):
     before, curves.ROWS_AT_A_TIME = curves.ROWS_AT_A_TIME, at_a_time
     try:
-        found, expected, seen = Table(np.float64, np.int32), [], []
+        table, expected, seen = Table(np.float64, np.int32), [], []
         for action, number in changes:
             if action == "append":
                 rows = [(len(expected) + row, row) for row in range(number)]
                 expected += rows
                 for row in rows:
-                    found.append(row)
+                    table.append(row)
             else:
                 expected = [row for row in expected if row[0] <= number]
-                found.filter(found.columns()[0] <= number)
-            seen.append((found.columns(), [*expected]))
-            assert len(found) == len(expected)
+                table.filter(table.columns()[0] <= number)
+            seen.append((table.columns(), [*expected]))
+            assert len(table) == len(expected)
     finally:
         curves.ROWS_AT_A_TIME = before
     for columns, rows in seen:  # returned columns do not change later

@@ -62,7 +62,7 @@ def test_new_lines_follow(view, write_log):
 
 
 @pytest.mark.parametrize(
-    ("data", "shown"),
+    ("data", "expected"),
     [
         (b"a\r\nb\r\n", ["a", "b"]),
         (b"0 %\r50 %\r100 %\ndone\n", ["100 %", "done"]),
@@ -71,9 +71,9 @@ def test_new_lines_follow(view, write_log):
         (b"<script>alert(1)</script>\n\n", ["<script>alert(1)</script>", ""]),
     ],
 )
-def test_lines_are_what_a_terminal_shows(view, write_log, data, shown):
+def test_lines_are_what_a_terminal_shows(view, write_log, data, expected):
     write_log(0, data)
-    assert lines(view) == shown
+    assert lines(view) == expected
 
 
 def test_only_the_end_of_a_long_log_is_read(view, write_log, monkeypatch):
@@ -82,10 +82,10 @@ def test_only_the_end_of_a_long_log_is_read(view, write_log, monkeypatch):
     monkeypatch.setattr(
         view.source, "read_log", lambda *place: read.append(place) or source(*place)
     )
-    found = view.log(0)
-    assert found["lines"] == [f"line {number}" for number in range(100_000 - LOG_LINES, 100_000)]
-    assert found["cut"]
-    assert read == [(0, found["size"] - LOG_BYTES, found["size"])]
+    log = view.log(0)
+    assert log["lines"] == [f"line {number}" for number in range(100_000 - LOG_LINES, 100_000)]
+    assert log["cut"]
+    assert read == [(0, log["size"] - LOG_BYTES, log["size"])]
     assert lines(view, search="LINE 99 000") == ["line 99000"]  # all words, in any case
     assert lines(view, search="line 1000x") == []
 
@@ -130,6 +130,6 @@ def test_the_traceback_of_a_failed_worker_is_in_its_log(tmp_path):
         assert log["lines"][end - 1] == f"=== worker 1 ended: {reason} [step 0, host {host}] ==="
         assert log["lines"][-1] == reason
         assert str(script) in log["lines"][end + 1]
-        found = server.json("/api/log", id=".", worker=0, search="HELLO")
-        assert found["lines"] == ["hello from 0"]
-        assert server.json("/api/log", id=".", worker=0, have=found["size"])["lines"] is None
+        matching_log = server.json("/api/log", id=".", worker=0, search="HELLO")
+        assert matching_log["lines"] == ["hello from 0"]
+        assert server.json("/api/log", id=".", worker=0, have=matching_log["size"])["lines"] is None

@@ -70,9 +70,9 @@ def test_the_same_curves_give_the_same_file(run, tmp_path, suffix, begin):
 
 def test_each_scalar_has_a_panel(run, tmp_path):
     draw(run, "--out", tmp_path / "all.svg")
-    there = texts(tmp_path / "all.svg")
-    assert [name for name in there if name in {"loss", "accuracy"}] == ["loss", "accuracy"]
-    assert there.count("step") == 2
+    labels = texts(tmp_path / "all.svg")
+    assert [name for name in labels if name in {"loss", "accuracy"}] == ["loss", "accuracy"]
+    assert labels.count("step") == 2
     draw(run, "--out", tmp_path / "one.svg", "--scalars", "accuracy")
     assert "accuracy" in texts(tmp_path / "one.svg")
     assert "loss" not in texts(tmp_path / "one.svg")

@@ -124,13 +124,13 @@ def check_each_step_counts_once(served, directory):
 
 @pytest.mark.usefixtures("environment")
 def test_a_run_on_s3_that_is_killed_and_resumed_elsewhere(tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
+    killed, resumed = tmp_path / "here", tmp_path / "there"
     with serving(RUNS) as served:
         assert served.json("/api/runs") == {"runs": [], "faults": []}
-        outcomes = try_workers(train_until_seen, 2, here, served.address)
+        outcomes = try_workers(train_until_seen, 2, killed, served.address)
         assert outcomes[0].exitcode == -signal.SIGKILL
         assert max(steps_at(served.client)) < STEPS - 1
-        run_workers(train, 2, job, there, OPTIONS)
+        run_workers(train, 2, job, resumed, OPTIONS)
         until(lambda: [run["state"] for run in served.json("/api/runs")["runs"]] == ["finished"])
         run = served.json("/api/run", id="one")
         assert (run["step"], run["attempts"], len(run["workers"])) == (STEPS, 2, 2)
@@ -139,8 +139,8 @@ def test_a_run_on_s3_that_is_killed_and_resumed_elsewhere(tmp_path):
             for event in run["events"]
             if event["kind"] in {"started", "resumed", "finished"}
         ] == [*("started", "resumed", "finished")]
-        check_each_step_counts_once(served, there)
-        check_images(served, run, [here, there])
+        check_each_step_counts_once(served, resumed)
+        check_images(served, run, [killed, resumed])
         assert SECRET not in json.dumps([run, served.json("/api/runs")])
         assert KEY not in json.dumps([run, served.json("/api/runs")])
 

@@ -143,9 +143,9 @@ def test_nothing_is_loaded_from_outside(parts):
 
 def test_the_content_policy_permits_only_these_scripts_and_styles(parts):
     (policy,) = (
-        given["content"]
-        for tag, given in parts.elements
-        if given.get("http-equiv") == "Content-Security-Policy"
+        attributes["content"]
+        for tag, attributes in parts.elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
     )
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     for tag, count in (("script", 2), ("style", 3)):
@@ -166,11 +166,11 @@ def test_images_over_the_limit_are_left_out(tmp_path):
     )
     short = report.make_report([str(run)], image_bytes=newest)
     assert "2 of 3 images left out" in short.text
-    found = data_of(short.page)
-    assert [key for key in found["answers"] if key.startswith("/api/image")] == [
+    data = data_of(short.page)
+    assert [key for key in data["answers"] if key.startswith("/api/image")] == [
         "/api/image?id=.&number=2"
     ]
-    assert found["report"]["text"] == short.text
+    assert data["report"]["text"] == short.text
 
 
 def test_missing_and_damaged_images_are_left_out(tmp_path):
@@ -183,10 +183,10 @@ def test_missing_and_damaged_images_are_left_out(tmp_path):
 
 def test_runs_have_unique_ids(tmp_path):
     runs = [make_run(tmp_path / place / "run", 1, 0) for place in ("a", "b")]
-    found = data_of(report.make_report(map(str, runs), image_bytes=0).page)["answers"]
-    ids = {row["id"] for row in found["/api/runs"]["runs"]}
+    answers = data_of(report.make_report(map(str, runs), image_bytes=0).page)["answers"]
+    ids = {row["id"] for row in answers["/api/runs"]["runs"]}
     assert len(ids) == 2
-    assert all(f"/api/run?id={run}" in found for run in ids)
+    assert all(f"/api/run?id={run}" in answers for run in ids)
 
 
 def test_many_curves_share_the_limit_of_points(run, monkeypatch):

@@ -15,9 +15,9 @@ from samestep.watch.view import View
 from tests.watch.writing import START, lines, loop, scalars, started, timing
 
 
-def busy(step, *own):
+def busy(step, *own_seconds):
     """Return a timing event of workers that only load data."""
-    return timing(step, *[(float(seconds), 0.0, 0.0, 0.0, 0.0) for seconds in own])
+    return timing(step, *[(float(seconds), 0.0, 0.0, 0.0, 0.0) for seconds in own_seconds])
 
 
 STEPS = st.integers(0, 3)
@@ -41,7 +41,7 @@ EVENTS = st.lists(
         st.sampled_from([{}, {"between": True}]),
     )
     | st.builds(
-        lambda step, own: busy(step, *own),
+        lambda step, own_seconds: busy(step, *own_seconds),
         STEPS,
         st.lists(st.integers(1, 9), min_size=1, max_size=3),
     )
@@ -65,7 +65,7 @@ EVENTS = st.lists(
 )
 
 
-def shown(view):
+def visible_state(view):
     """Return what is shown of a run, in an order of scalars that does not depend on void events.
 
     The numbers of images are left out, because they count void ones, too.
@@ -97,7 +97,7 @@ def directory(tmp_path_factory):
 
 def points_of(history):
     """Return the points of curves, the images and workers' own seconds in a history."""
-    curves, images, own = {}, [], []
+    curves, images, own_seconds = {}, [], []
     for event in history:
         if event["event"] == "scalars":
             for name, value in event["values"].items():
@@ -105,15 +105,15 @@ def points_of(history):
         if event["event"] == "image":
             images.append((event["step"], event["name"]))
         if event["event"] == "timing":
-            own.append((event["step"], [worker["data"] for worker in event["workers"]]))
-    return curves, images, own
+            own_seconds.append((event["step"], [worker["data"] for worker in event["workers"]]))
+    return curves, images, own_seconds
 
 
 def points_in(run):
     """Return the same for a run's state."""
     curves = {name: curve.points() for name, curve in run.curves.items()}
     steps = run.timings.steps()
-    own = np.split(steps.own, np.cumsum(steps.workers)[:-1])
+    own_seconds = np.split(steps.own_seconds, np.cumsum(steps.workers)[:-1])
     return (
         {
             name: list(zip(points.step.tolist(), points.value.tolist(), strict=True))
@@ -122,7 +122,9 @@ def points_in(run):
         [(image.step, image.name) for image in run.images.values()],
         [
             (step, seconds.tolist())
-            for step, seconds in zip(steps.step.tolist(), own[: len(steps.step)], strict=True)
+            for step, seconds in zip(
+                steps.step.tolist(), own_seconds[: len(steps.step)], strict=True
+            )
         ],
     )
 
@@ -166,7 +168,7 @@ def test_the_state_equals_the_history(directory, events, cuts, is_torn):
     history, expected = list(read_history(directory)), View(open_source(directory))
     for event in history:
         expected._run.apply(event)
-    assert shown(view) == shown(expected)
+    assert visible_state(view) == visible_state(expected)
     assert points_in(view._run) == points_of(history)
 
 

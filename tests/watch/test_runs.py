@@ -17,11 +17,11 @@ def test_a_folder_of_runs(tmp_path):
     (tmp_path / "two").mkdir()
     views = open_views(tmp_path)
     assert list(views) == ["one"]
-    one = views["one"]
+    view = views["one"]
     write(tmp_path / "two" / "deep", started())
     assert views.scan(str(tmp_path)) is True
     assert list(views) == ["one", "two/deep"]
-    assert views["one"] is one
+    assert views["one"] is view
     assert views.scan(str(tmp_path)) is False
     (tmp_path / "one" / "events.jsonl").unlink()
     assert views.scan(str(tmp_path)) is True
@@ -34,8 +34,8 @@ def test_ids_with_several_locations(tmp_path):
     for name in ("a/run", "b/run", "b/more"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, started())
-    one = open_views(tmp_path / "a/run")
-    assert [(run, view.name) for run, view in one.items()] == [(".", "run")]
+    single = open_views(tmp_path / "a/run")
+    assert [(run, view.name) for run, view in single.items()] == [(".", "run")]
     several = open_views(tmp_path / "a/run", tmp_path / "b/run", tmp_path / "b", tmp_path / "b")
     assert [(run, view.name) for run, view in several.items()] == [
         (run, run) for run in ("run", "run-2", "b/more", "b/run")

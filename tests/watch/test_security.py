@@ -105,9 +105,12 @@ def test_only_the_page_itself_may_write_notes(open_server, run, headers, status)
 def test_notes_are_written_from_the_page_and_with_the_token_only(address, open_server, run):
     body = {"tags": [], "note": "", "version": None}
     path = "/api/notes?id=."
-    own = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
-    assert httpx.put(f"{address}{path}", json=body, headers=own, trust_env=False).status_code == 401
-    wrong = {**own, "Authorization": "Bearer wrong"}
+    same_origin = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
+    assert (
+        httpx.put(f"{address}{path}", json=body, headers=same_origin, trust_env=False).status_code
+        == 401
+    )
+    wrong = {**same_origin, "Authorization": "Bearer wrong"}
     assert (
         httpx.put(f"{address}{path}", json=body, headers=wrong, trust_env=False).status_code == 401
     )
@@ -116,10 +119,10 @@ def test_notes_are_written_from_the_page_and_with_the_token_only(address, open_s
         client.post("/login", data={"token": TOKEN})
         evil = {"Origin": "http://127.0.0.1:1"}  # gets the cookie, since ports share it
         assert client.put(path, json=body, headers=evil).status_code == 403
-        assert client.put(path, json=body, headers=own).status_code == 204
+        assert client.put(path, json=body, headers=same_origin).status_code == 204
     (run / "notes.json").unlink()
-    own = {"Origin": open_server.address.rstrip("/")}
-    assert open_server.client.put(path, json=body, headers=own).status_code == 204
+    same_origin = {"Origin": open_server.address.rstrip("/")}
+    assert open_server.client.put(path, json=body, headers=same_origin).status_code == 204
     (run / "notes.json").unlink()
 
 
@@ -250,12 +253,12 @@ def query(text, *names):
 
 
 def test_valid_parameters():
-    given = query("id=a%2Fb&from=-1.5&points=20&x=time", "id", "from", "to", "points", "x")
-    assert given.text("id") == "a/b"
-    assert (given.number("from"), given.number("to")) == (-1.5, None)
-    assert given.count("points", 5, 100) == 20
+    parameters = query("id=a%2Fb&from=-1.5&points=20&x=time", "id", "from", "to", "points", "x")
+    assert parameters.text("id") == "a/b"
+    assert (parameters.number("from"), parameters.number("to")) == (-1.5, None)
+    assert parameters.count("points", 5, 100) == 20
     assert query("", "points").count("points", 5, 100) == 5
-    assert given.choice("x", ("step", "time")) == "time"
+    assert parameters.choice("x", ("step", "time")) == "time"
     assert query("", "x").choice("x", ("step", "time")) == "step"
 
 

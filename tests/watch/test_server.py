@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def runs(tmp_path_factory):
     """Return a folder with a run "one" that has all kinds of events and invalid images."""
     folder = tmp_path_factory.mktemp("runs")
-    one = folder / "one"
+    run = folder / "one"
     bad = [
         ("images/text.png", "text"),
         ("images/page.png", "page"),
@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
         ("images/big.png", "big"),
     ]
     write(
-        one,
+        run,
         started(),
         *[
             scalars(step, **{"loss": 1 / (step + 1), "<script>&x=1": 2.0, "nan": "nan"})
@@ -43,13 +43,13 @@ def runs(tmp_path_factory):
             for path, name in bad
         ],
     )
-    record = FileRecord(one)
+    record = FileRecord(run)
     record.image(3, "picture", np.zeros((4, 6, 3), dtype=np.uint8))
     record.close()
-    (one / "images" / "text.png").write_text("no image")
-    (one / "images" / "page.png").write_text("<html><script>alert(1)</script>")
+    (run / "images" / "text.png").write_text("no image")
+    (run / "images" / "page.png").write_text("<html><script>alert(1)</script>")
     (folder / "secret.png").write_bytes(PNG)
-    with (one / "images" / "big.png").open("wb") as file:
+    with (run / "images" / "big.png").open("wb") as file:
         file.write(PNG)
         file.truncate(BIG)
     return folder
@@ -161,8 +161,8 @@ def test_the_use_of_hosts(server):
 
 
 def test_notes_are_written_to_the_directory_of_the_run(server, runs, tmp_path):
-    def put(given, run="one", **options):
-        return server.client.put("/api/notes", params={"id": run}, json=given, **options)
+    def put(body, run="one", **options):
+        return server.client.put("/api/notes", params={"id": run}, json=body, **options)
 
     before = server.json("/api/run", id="one")
     assert (before["tags"], before["note"], before["locked"], before["noted"]) == (
@@ -171,37 +171,37 @@ def test_notes_are_written_to_the_directory_of_the_run(server, runs, tmp_path):
         None,
         None,
     )
-    given = {"tags": ["<b>", "base"], "note": "a\nb", "version": None}
-    assert put(given).status_code == 204
+    notes = {"tags": ["<b>", "base"], "note": "a\nb", "version": None}
+    assert put(notes).status_code == 204
     run, (row,) = server.json("/api/run", id="one"), server.json("/api/table")["runs"]
     assert run["tags"] == row["tags"] == ["<b>", "base"]
     assert run["note"] == row["note"] == "a\nb"
-    response = put(given)
+    response = put(notes)
     assert (response.status_code, "changed in the meantime" in response.text) == (409, True)
-    file, whole = runs / "one" / "notes.json", (runs / "one" / "notes.json").read_bytes()
-    for wrong in ({}, [], 3, {**given, "tags": ["a b"]}, {**given, "note": 1}):
+    file, content = runs / "one" / "notes.json", (runs / "one" / "notes.json").read_bytes()
+    for wrong in ({}, [], 3, {**notes, "tags": ["a b"]}, {**notes, "note": 1}):
         assert put(wrong).status_code == 400
-    assert put({**given, "note": "x" * 2**18}).status_code == 413
-    assert put(given, run="../one").status_code == 404
+    assert put({**notes, "note": "x" * 2**18}).status_code == 413
+    assert put(notes, run="../one").status_code == 404
     assert server.get("/api/notes", params={"id": "one"}).status_code == 405
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
     file.write_text("{")
     run = server.json("/api/run", id="one")
     assert "notes.json is damaged and was left as it is" in run["locked"]
-    response = put({**given, "version": run["noted"]})
+    response = put({**notes, "version": run["noted"]})
     assert (response.status_code, response.text) == (409, run["locked"])
     file.unlink()
 
 
 def test_notes_of_a_run_at_a_url_and_of_a_read_only_server(runs):
-    given = {"tags": [], "note": "", "version": None}
+    notes = {"tags": [], "note": "", "version": None}
     with serving(f"file://{runs}") as served:
         assert "at a URL" in served.json("/api/run", id="one")["locked"]
-        response = served.client.put("/api/notes", params={"id": "one"}, json=given)
+        response = served.client.put("/api/notes", params={"id": "one"}, json=notes)
         assert (response.status_code, response.text) == (409, "a run at a URL is read-only")
     with serving(runs, "--read-only") as served:
         assert "--read-only" in served.json("/api/run", id="one")["locked"]
-        response = served.client.put("/api/notes", params={"id": "one"}, json=given)
+        response = served.client.put("/api/notes", params={"id": "one"}, json=notes)
         assert response.status_code == 405
     assert not (runs / "one" / "notes.json").exists()
 

@@ -62,16 +62,16 @@ def test_time_between_attempts_and_over_missing_steps_does_not_count():
 def test_own_seconds_of_a_worker_are_those_recorded():
     made = Timings()
     worker = dict(zip(PARTS, EQUAL, strict=True))
-    made.append(0, 0.0, 0, [seconds_of({**worker, "own": own}) for own in (0.3, 0.8)])
+    made.append(0, 0.0, 0, [seconds_of({**worker, "own": seconds}) for seconds in (0.3, 0.8)])
     workers = made.workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.8])
     assert [worker["slowest"] for worker in workers] == [False, True]
     assert made.parts()["exchange"] == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(("own", "is_clear"), [(1.05, False), (1.2, True)])
-def test_the_slower_of_two_workers_is_compared_with_the_other(own, is_clear):
-    made = timings((0, 0.0, 0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own, 0.0, 0.0, 0.0, 0.0)]))
+@pytest.mark.parametrize(("own_seconds", "is_clear"), [(1.05, False), (1.2, True)])
+def test_the_slower_of_two_workers_is_compared_with_the_other(own_seconds, is_clear):
+    made = timings((0, 0.0, 0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own_seconds, 0.0, 0.0, 0.0, 0.0)]))
     assert [worker["slowest"] for worker in made.workers()] == [False, is_clear]
 
 
@@ -109,9 +109,13 @@ def test_seconds_by_worker_are_null_before_it_joined():
     )
     answer = made.steps().to_json(None, None, 10)
     assert answer["x"] == [0, 1, 2]
-    some = pytest.approx(0.3)
-    assert answer["workers"] == [[some, some, some], [None, some, some], [None, None, some]]
-    assert made.steps().to_json(1, 1, 10)["workers"] == [[some], [some]]
+    seconds = pytest.approx(0.3)
+    assert answer["workers"] == [
+        [seconds, seconds, seconds],
+        [None, seconds, seconds],
+        [None, None, seconds],
+    ]
+    assert made.steps().to_json(1, 1, 10)["workers"] == [[seconds], [seconds]]
     assert made.steps().to_json(5, None, 10) == {
         "x": [],
         "parts": {part: [] for part in (*PARTS, "other")},
@@ -185,14 +189,14 @@ def test_workers_their_lanes_and_the_slowest(tmp_path):
 def test_lanes_equal_those_of_training(lanes, data):
     workers = data.draw(st.integers(1, lanes))
     for rank in range(workers):
-        own = layout.lanes_of(rank, workers, lanes)
-        assert lanes_of(rank, workers, lanes) == (own.start, own.stop)
+        expected = layout.lanes_of(rank, workers, lanes)
+        assert lanes_of(rank, workers, lanes) == (expected.start, expected.stop)
 
 
-def summary(step, *, slowest, own, data=0.1, count=100):
+def summary(step, *, slowest, own_seconds, data=0.1, count=100):
     """Return a timing event of many workers, with quantiles of their own seconds."""
     means = {"data": data, "compute": 0.2, "exchange": 0.3, "optimizer": 0.0, "snapshot": 0.0}
-    quantiles = {**dict.fromkeys(means, [0.0] * 5), "own": list(own)}
+    quantiles = {**dict.fromkeys(means, [0.0] * 5), "own": list(own_seconds)}
     return {
         "event": "timing",
         "step": step,
@@ -204,8 +208,10 @@ def summary(step, *, slowest, own, data=0.1, count=100):
 
 
 def test_many_workers_have_quantiles_and_the_slowest(tmp_path):
-    own = (0.1, 0.2, 0.3, 0.4, 0.9)
-    events = [summary(step, slowest=70 if step else 3, own=own) for step in range(4)]
+    own_seconds = (0.1, 0.2, 0.3, 0.4, 0.9)
+    events = [
+        summary(step, slowest=70 if step else 3, own_seconds=own_seconds) for step in range(4)
+    ]
     view = view_of(tmp_path, started(workers=100, lanes=100), *events)
     workers = view.summary()["workers"]
     assert [worker["rank"] for worker in workers if worker["slowest"]] == [70]
@@ -215,13 +221,13 @@ def test_many_workers_have_quantiles_and_the_slowest(tmp_path):
     answer = view.timing()
     assert answer["x"] == [0, 1, 2, 3]
     assert answer["workers"] == []
-    assert answer["quantiles"] == [pytest.approx([value] * 4) for value in own]
+    assert answer["quantiles"] == [pytest.approx([value] * 4) for value in own_seconds]
 
 
 def test_a_start_that_only_evaluates_keeps_the_seconds_of_the_workers_that_trained(tmp_path):
-    many = [summary(step, slowest=5, own=(1, 1, 1, 1, 2 + step)) for step in range(3)]
+    many = [summary(step, slowest=5, own_seconds=(1, 1, 1, 1, 2 + step)) for step in range(3)]
     few = [timing(step, (step, 1.0, 0.0, 0.0, 0.0)) for step in range(3)]
-    for name, steps, own in (("many", many, 2.5), ("few", few, 1.5)):
+    for name, steps, own_seconds in (("many", many, 2.5), ("few", few, 1.5)):
         events = loop(0), *steps, {"event": "finished", "step": 3}
         evaluated = started(2, kind="resumed", workers=3)  # step 2 is void
         view = view_of(tmp_path / name, started(workers=6), *events, evaluated)
@@ -230,13 +236,13 @@ def test_a_start_that_only_evaluates_keeps_the_seconds_of_the_workers_that_train
         view.refresh()
         workers = view.summary()["workers"]
         assert len(workers) == 6
-        assert [worker["seconds"] for worker in workers if worker["seconds"]] == [own]
+        assert [worker["seconds"] for worker in workers if worker["seconds"]] == [own_seconds]
 
 
 def test_a_run_may_have_few_workers_and_then_many(tmp_path):
-    own = (0.1, 0.2, 0.3, 0.4, 0.5)
+    own_seconds = (0.1, 0.2, 0.3, 0.4, 0.5)
     few = [timing(step, EQUAL, EQUAL) for step in range(2)]
-    many = [summary(step, slowest=1, own=own) for step in (2, 3)]
+    many = [summary(step, slowest=1, own_seconds=own_seconds) for step in (2, 3)]
     restart = started(2, kind="resumed", workers=100, lanes=100)
     answer = view_of(tmp_path, started(), *few, restart, *many).timing()
     assert answer["workers"] == [[pytest.approx(0.3)] * 2 + [None] * 2] * 2
@@ -258,7 +264,7 @@ def test_a_run_may_have_few_workers_and_then_many(tmp_path):
 def test_of_a_summary_that_no_run_writes_the_usable_part_is_shown(
     tmp_path, change, steps, quantiles
 ):
-    event = {**summary(0, slowest=0, own=(0.1,) * 5), **change}
+    event = {**summary(0, slowest=0, own_seconds=(0.1,) * 5), **change}
     view = view_of(tmp_path, started(), event)
     assert view.summary()["step"] == steps
     answer = view.timing()

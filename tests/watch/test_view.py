@@ -52,11 +52,11 @@ def test_states(tmp_path, monkeypatch, last, state):
 def test_a_stalled_run_is_silent_after_its_timeout(tmp_path, monkeypatch):
     stalled = {"event": "stalled", "step": 1, "reason": "worker 0 has waited"}
     view = view_of(tmp_path, started(config={"timeout": 100.0}), scalars(0, loss=1.0), stalled)
-    found = []
+    states = []
     for seconds in (159, 161):
         monkeypatch.setattr(view_module.time, "time", lambda at=START + 2 + seconds: at)
-        found.append((view.row()["state"], view.summary()["stall"]))
-    assert found == [("stalled", "worker 0 has waited"), ("silent", None)]
+        states.append((view.row()["state"], view.summary()["stall"]))
+    assert states == [("stalled", "worker 0 has waited"), ("silent", None)]
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
 def test_progress_without_a_loop(tmp_path):
     view = view_of(tmp_path, started(), scalars(3, loss=1.0))
     progress = view.summary()["progress"]
-    known = [progress.pop(name) for name in ("done", "is_of_epoch", "loops")]
-    assert known == [3, False, 0]
+    position = [progress.pop(name) for name in ("done", "is_of_epoch", "loops")]
+    assert position == [3, False, 0]
     assert set(progress.values()) == {None}
 
 
@@ -381,14 +381,14 @@ def test_histograms_by_name_without_those_that_a_resume_replaced(tmp_path):
 
 
 @given(st.integers(0, 60), st.integers(1, 10))
-def test_thin_keeps_both_ends(count, most):
+def test_thin_keeps_both_ends(count, limit):
     items = list(range(count))
-    some = thin(items, most)
-    assert len(some) <= most + 1
-    assert some == sorted(set(some))
-    assert some[:1] == items[:1]
-    assert some[-1:] == items[-1:]
-    assert count > most or some == items
+    thinned = thin(items, limit)
+    assert len(thinned) <= limit + 1
+    assert thinned == sorted(set(thinned))
+    assert thinned[:1] == items[:1]
+    assert thinned[-1:] == items[-1:]
+    assert count > limit or thinned == items
 
 
 ODD = [
@@ -500,9 +500,9 @@ def test_samples_of_hosts_become_curves(tmp_path):
     odd = {"event": "system", "host": 3, "cpu": "x", "memory": 1e300, "gpus": [None, {"use": "y"}]}
     late = system("a", cpu=0.5, gpus=[{"memory": 1, "memory_total": 0}])
     view = view_of(tmp_path, started(), system("a"), late, odd, system("b", cpu="nan", gpus=None))
-    curves = {(one["host"], one["name"]): one for one in view.system()["curves"]}
+    curves = {(curve["host"], curve["name"]): curve for curve in view.system()["curves"]}
     assert curves["a", "cpu"]["x"] == [START + 1, START + 2]
-    assert {key: one["value"] for key, one in curves.items()} == {
+    assert {key: curve["value"] for key, curve in curves.items()} == {
         ("a", "cpu"): [25.0, 50.0],
         ("a", "memory"): [50.0, 50.0],
         ("a", "disk_read"): [2e6, 2e6],
@@ -526,6 +526,6 @@ def test_samples_do_not_hide_that_a_run_makes_no_progress(tmp_path, monkeypatch)
 def test_many_samples_are_thinned_and_keep_their_extremes(tmp_path):
     samples = [system("a", cpu=0.9 if number == 700 else 0.1) for number in range(2000)]
     view = view_of(tmp_path, started(), *samples)
-    cpu = next(one for one in view.system()["curves"] if one["name"] == "cpu")
+    cpu = next(curve for curve in view.system()["curves"] if curve["name"] == "cpu")
     assert len(cpu["x"]) <= 500
     assert max(cpu["value"]) == 90.0

@@ -77,8 +77,8 @@ def test_a_token_is_the_line_of_its_file(tmp_path):
 
 
 def test_a_taken_and_an_invalid_port(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port {port}: .*in use.*--port 0"):
             watch(tmp_path, "--port", port)
     for port in (-1, 65536):

@@ -47,9 +47,9 @@ def interface_towards(host: str) -> str | None:
     if is_loopback(host):
         return LOOPBACK_INTERFACE
     for target in (host, OUTSIDE_ADDRESS):
-        own = _own_address_towards(target)
-        if own and not is_loopback(own):
-            return _interface_with(own)
+        address = _own_address_towards(target)
+        if address and not is_loopback(address):
+            return _interface_with(address)
     return None
 
 
@@ -73,10 +73,10 @@ def gloo_address() -> str:
     none, or only one that is valid on a single link.
     """
     interface = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
-    addresses = [(one.family, one.address) for one in _addresses().get(interface, ())]
+    addresses = [(entry.family, entry.address) for entry in _addresses().get(interface, ())]
     if not addresses:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        addresses = [(family, address[0]) for family, *_, address in found]
+        resolved = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = [(family, address[0]) for family, *_, address in resolved]
     for family in (socket.AF_INET, socket.AF_INET6):
         for kind, address in addresses:
             if kind == family and not address.startswith("fe80:"):
@@ -96,8 +96,8 @@ def _own_address_towards(host: str) -> str | None:
 
 
 def _interface_with(address: str) -> str | None:
-    for name, found in _addresses().items():
-        if any(entry.address.partition("%")[0] == address for entry in found):
+    for name, entries in _addresses().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return None
 
@@ -157,17 +157,17 @@ def find_process(environment: Mapping[str, str]) -> ProcessInfo:
 
     Raises `ConfigError` if variables are missing, are not numbers, or contradict each other.
     """
-    started_by, found = _read_launcher(environment)
-    if not found:
+    started_by, launcher = _read_launcher(environment)
+    if not launcher:
         refuse_unread(environment)
         return ProcessInfo(0, 1, 0, 1, LOOPBACK, 0, "alone")
-    address, port = _address(found, environment)
-    rank, world_size, local_rank, local_world_size = (number.value for number in found.numbers)
+    address, port = _address(launcher, environment)
+    rank, world_size, local_rank, local_world_size = (number.value for number in launcher.numbers)
     if not local_rank < local_world_size <= world_size or not local_rank <= rank < world_size:
-        sources = dict.fromkeys(number.source for number in found.numbers)
+        sources = dict.fromkeys(number.source for number in launcher.numbers)
         raise ConfigError(
             f"{', '.join(sources)} contradict each other; "
-            f"ranks count from 0 to the world size minus 1; {found.advice}"
+            f"ranks count from 0 to the world size minus 1; {launcher.advice}"
         )
     return ProcessInfo(
         rank=rank,
@@ -177,8 +177,8 @@ def find_process(environment: Mapping[str, str]) -> ProcessInfo:
         address=address,
         port=port,
         started_by=started_by,
-        source=found.source,
-        knows_host=found.knows_host or world_size == 1,
+        source=launcher.source,
+        knows_host=launcher.knows_host or world_size == 1,
     )
 
 
@@ -193,36 +193,36 @@ def _read_launcher(environment: Mapping[str, str]) -> tuple[StartedBy, LauncherV
         ("submitit", read_submitit),
     )
     for started_by, read in readers:
-        if found := read(environment):
-            return started_by, _consistent(found, environment)
-    if found := read_pod(environment):
-        return "kubernetes", found
+        if launcher := read(environment):
+            return started_by, _consistent(launcher, environment)
+    if launcher := read_pod(environment):
+        return "kubernetes", launcher
     return "variables", read_torchrun(environment)
 
 
-def _consistent(found: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
-    """Return `found`. Raises `ConfigError` if leftover torchrun variables contradict it."""
+def _consistent(launcher: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
+    """Return `launcher`. Raises `ConfigError` if leftover torchrun variables contradict it."""
     variables = Variables(environment, "unset it")
-    for name, number in zip(NUMBERS, found.numbers, strict=True):
+    for name, number in zip(NUMBERS, launcher.numbers, strict=True):
         if name in environment and variables.number(name).value != number.value:
             raise ConfigError(
                 f"{number.source} and {name}={environment[name]} contradict each other; unset the "
                 f"variables of {', '.join(NUMBERS)} that another launch left, "
                 "or start workers with torchrun, which sets all of them"
             )
-    return found
+    return launcher
 
 
-def _address(found: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, int]:
+def _address(launcher: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, int]:
     """Return rank 0's address and port, as set or as implied by the launcher."""
     variables = Variables(environment, "set rank 0's host, and a port that is free there, for all")
-    address = variables.host("MASTER_ADDR") if "MASTER_ADDR" in environment else found.address
-    port = variables.port("MASTER_PORT") if "MASTER_PORT" in environment else found.port
+    address = variables.host("MASTER_ADDR") if "MASTER_ADDR" in environment else launcher.address
+    port = variables.port("MASTER_PORT") if "MASTER_PORT" in environment else launcher.port
     if address is None or port is None:
         values = {"MASTER_ADDR": address, "MASTER_PORT": port}
         missing = " and ".join(name for name, value in values.items() if value is None)
         raise ConfigError(
-            f"{found.source} does not say where rank 0 listens, and {missing} is not set; "
+            f"{launcher.source} does not say where rank 0 listens, and {missing} is not set; "
             f"{variables.advice}"
         )
     return address, port
@@ -274,10 +274,10 @@ def connect_to_master(process: ProcessInfo, deadline: float) -> socket.socket:
 
 def own_address_of(host: str) -> str | None:
     """Return the address of a host name if this host has it and others can reach it, else None."""
-    own = {entry.address for found in _addresses().values() for entry in found}
+    own_addresses = {entry.address for entries in _addresses().values() for entry in entries}
     with suppress(OSError, UnicodeError):  # a name that is unknown here
         for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            if address[0] in own and not is_loopback(str(address[0])):
+            if address[0] in own_addresses and not is_loopback(str(address[0])):
                 return str(address[0])
     return None
 
@@ -289,7 +289,7 @@ def listening_user(host: str, port: int) -> int | None:
     addresses in hex, in 4-byte words of its own byte order.
     """
     address = ip_address(host.partition("%")[0])
-    found: dict[bool, int] = {}  # by whether the socket listens at all addresses
+    users: dict[bool, int] = {}  # by whether the socket listens at all addresses
     for table, size in (("tcp", 4), ("tcp6", 16)):
         for line in (read_file(f"/proc/net/{table}") or "").splitlines()[1:]:
             fields = line.split()
@@ -301,6 +301,6 @@ def listening_user(host: str, port: int) -> int | None:
             mapped = getattr(listening, "ipv4_mapped", None)
             is_any = listening.is_unspecified
             if is_any or address in {listening, mapped}:
-                found[is_any] = int(fields[7])
-    user = found.get(False, found.get(True))
+                users[is_any] = int(fields[7])
+    user = users.get(False, users.get(True))
     return None if user == OVERFLOW_USER else user

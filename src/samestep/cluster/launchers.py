@@ -166,8 +166,8 @@ def _count(text: str) -> int:
     if text.isdecimal():
         return int(text[:9])
     try:
-        found = json.loads(text)
-        pools = found["cluster"].values() if isinstance(found, dict) else [found]
+        parsed = json.loads(text)
+        pools = parsed["cluster"].values() if isinstance(parsed, dict) else [parsed]
         return sum(map(len, pools))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return 1  # a variable of something else

@@ -23,7 +23,7 @@ from samestep.errors import WorldError
 
 MAC_BYTES = 32
 MAX_WHAT = 200  # characters of another worker's call that an error quotes
-EMPTY = torch.empty(0, dtype=torch.uint8)
+EMPTY = torch.empty(0, dtype=torch.uint8)  # uint8 [0], where a call has no tensor
 
 Sizes = Sequence[int]
 Value = TypeVar("Value")
@@ -43,10 +43,10 @@ class Share(NamedTuple):
     `add` computes this one's `total` once all sums are there.
     """
 
-    received: Mapping[int, Sequence[Tensor]]
+    received: Mapping[int, Sequence[Tensor]]  # each [share_size], like `total`
     add: Callable[[], None]
-    total: Tensor
-    totals: Mapping[int, Tensor]
+    total: Tensor  # [share_size], in the dtype of the sums
+    totals: Mapping[int, Tensor]  # each [share_size of that worker]
 
 
 Send = Callable[[Iterable[Tensor]], list[Arrival]]
@@ -63,7 +63,7 @@ class World(ABC):
     `connect` created torch.distributed's default group only for user code; its caller destroys it
     with `end_group`. `barriers` counts the calls in which every worker waited for all others:
     barriers and all gathering calls. `what` describes the purpose of a call in error messages.
-    Calls raise `WorldError` if a worker has exited or times out. `exchange` names what carries
+    Calls raise `WorldError` if a worker has exited or times out. `backend` names what carries
     gradients. `abandoned` is set once this worker has failed: the others may not have failed, so
     no orderly shutdown is possible. `is_exchanging`: a backward pass has begun to send gradients,
     and has not ended. `adds_early`: `begin_sums` works.
@@ -80,7 +80,7 @@ class World(ABC):
     local_ranks: range | None = None
     signing_key: bytes | None = None
     made_group: bool = False
-    exchange: str = "none"
+    backend: str = "none"
     abandoned: bool = False
     is_exchanging: bool = False
     adds_early: bool = False
@@ -106,7 +106,7 @@ class World(ABC):
 
     def begin_all_gather_bytes(self, data: bytes, what: str) -> Callable[[], list[bytes]]:
         """Start an `all_gather_bytes`; return a call that completes it and returns the result."""
-        gathered = self.all_gather_bytes(data, what)
+        gathered = self.all_gather_bytes(data, what)  # at once: only some worlds overlap calls
         return lambda: gathered
 
     @abstractmethod
@@ -114,35 +114,35 @@ class World(ABC):
         """Return every worker's bytes by rank on rank 0, None elsewhere."""
 
     @abstractmethod
-    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        """Fill `out` [size * n] with every worker's `own` [n], perhaps a view of `out`, by rank."""
+    def all_gather(self, out: Tensor, sent: Tensor, what: str) -> None:
+        """Fill `out` [size * n] by rank with every worker's `sent` [n], perhaps a view of `out`."""
 
     @abstractmethod
     def all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self, out: Tensor, out_sizes: Sizes, sent: Tensor, sent_sizes: Sizes, what: str
     ) -> None:
-        """Send consecutive `own_sizes[r]` elements of `own` to rank r; fill `out` likewise."""
+        """Send consecutive `sent_sizes[r]` elements of `sent` to rank r; fill `out` likewise."""
 
     def begin_all_to_all(
         self,
         out: Tensor,
         out_sizes: Sizes,
-        own: Tensor,
-        own_sizes: Sizes,
+        sent: Tensor,
+        sent_sizes: Sizes,
         what: str,
         *,
         polled: bool = True,
     ) -> Callable[[], None]:
-        """Start an `all_to_all`; return a call that completes it and frees `out` and `own`.
+        """Start an `all_to_all`; return a call that completes it and frees `out` and `sent`.
 
         Unless `polled`, `wait_for_gpu` does not wait for it; a later call must follow.
         """
-        self.all_to_all(out, out_sizes, own, own_sizes, what)
+        self.all_to_all(out, out_sizes, sent, sent_sizes, what)
         return lambda: None
 
-    def begin_all_gather(self, out: Tensor, own: Tensor, what: str) -> Callable[[], None]:
-        """Start an `all_gather`; return a call that completes it and frees `out` and `own`."""
-        self.all_gather(out, own, what)
+    def begin_all_gather(self, out: Tensor, sent: Tensor, what: str) -> Callable[[], None]:
+        """Start an `all_gather`; return a call that completes it and frees `out` and `sent`."""
+        self.all_gather(out, sent, what)
         return lambda: None
 
     def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
@@ -152,12 +152,13 @@ class World(ABC):
         completes each pair; a tensor must stay as it is until then. Both workers send in the same
         order.
         """
-        sizes = [[len(one) * (rank == partner) for rank in range(self.size)] for one in received]
+        # without a connection of its own, each swap is an all-to-all in which only partners send
+        sizes = [[len(out) * (rank == partner) for rank in range(self.size)] for out in received]
 
         def send(sent: Iterable[Tensor]) -> list[Arrival]:
             return [
-                Arrival(self.begin_all_to_all(out, counts, own, counts, what))
-                for out, counts, own in zip(received, sizes, sent, strict=True)
+                Arrival(self.begin_all_to_all(out, counts, tensor, counts, what))
+                for out, counts, tensor in zip(received, sizes, sent, strict=True)
             ]
 
         return send
@@ -183,11 +184,11 @@ class World(ABC):
         """
         ranks, none = range(self.size), next(iter([*sent.values(), *received.values()]), EMPTY)[:0]
         sizes = [[len(part.get(rank, none)) for rank in ranks] for part in (received, sent)]
-        out = none.new_empty(sum(sizes[0]))
-        own = torch.cat([none, *(sent.get(rank, none) for rank in ranks)])
-        self.all_to_all(out, sizes[0], own, sizes[1], what)
+        out = none.new_empty(sum(sizes[0]))  # [elements received], by rank
+        joined = torch.cat([none, *(sent.get(rank, none) for rank in ranks)])  # [elements sent]
+        self.all_to_all(out, sizes[0], joined, sizes[1], what)
         for rank, part in enumerate(out.split(sizes[0])):
-            received.get(rank, none).copy_(part)
+            received.get(rank, none).copy_(part)  # [0] into [0] where nothing was sent
         return lambda: None
 
     def transfer(
@@ -235,7 +236,7 @@ class World(ABC):
             for rank, data in enumerate(receive()):
                 try:
                     other_what, other = json.loads(data)
-                except (TypeError, ValueError, RecursionError):
+                except (TypeError, ValueError, RecursionError):  # not JSON, such as pickled objects
                     other_what, other = "making another call", None
                 if other_what != what:
                     raise mismatched_calls(self.rank, what, rank, str(other_what)[:MAX_WHAT])
@@ -250,7 +251,7 @@ class World(ABC):
 
     def gather_signed(self, data: bytes, what: str) -> list[bytes] | None:
         """Like `gather_bytes`, but raise `WorldError` for bytes that no worker signed."""
-        call = self.barriers
+        call = self.barriers  # equal on all workers, and the gather increases it
         gathered = self.gather_bytes(self._sign(data, self.rank, call, what), what)
         if gathered is None:
             return None
@@ -340,14 +341,14 @@ class Alone(World):
 
     gather_bytes = all_gather_bytes
 
-    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        self.all_to_all(out, [len(out)], own, [len(own)], what)
+    def all_gather(self, out: Tensor, sent: Tensor, what: str) -> None:
+        self.all_to_all(out, [len(out)], sent, [len(sent)], what)
 
     def all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self, out: Tensor, out_sizes: Sizes, sent: Tensor, sent_sizes: Sizes, what: str
     ) -> None:
-        if out.data_ptr() != own.data_ptr():
-            out.copy_(own)
+        if out.data_ptr() != sent.data_ptr():
+            out.copy_(sent)  # [n], as a single worker receives what it sends
         self.barriers += 1
 
     def broadcast(self, tensor: Tensor, what: str) -> None:

@@ -68,11 +68,11 @@ class Listener:
             connection, _ = self._socket.accept()
             connection.settimeout(min(HELLO_SECONDS, remaining))
             with suppress(OSError):  # of another program, which is ignored
-                found = b""
+                hello = b""
                 missing = SECRET_BYTES + _LABEL.size
                 while missing and (data := connection.recv(missing)):
-                    found, missing = found + data, missing - len(data)
-                secret, label = found[:SECRET_BYTES], found[SECRET_BYTES:]
+                    hello, missing = hello + data, missing - len(data)
+                secret, label = hello[:SECRET_BYTES], hello[SECRET_BYTES:]
                 if not missing and hmac.compare_digest(secret, self.secret):
                     first, second = _LABEL.unpack(label)
                     return connection, (first, second)
@@ -114,9 +114,9 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, messages: socket.socket) -> None:
-        for one in (connection, messages):
-            one.settimeout(None)
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for stream in (connection, messages):
+            stream.settimeout(None)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_buffer(connection)
         self._connection, self._messages = connection, messages
         self._process = os.getpid()
@@ -184,7 +184,7 @@ class Channel:
     def _add(
         self, queue: Queue, key: Key, tensor: Tensor, then: Callable[[], None] | None = None
     ) -> Transfer:
-        array: Any = tensor.detach().view(torch.uint8).numpy()
+        array: Any = tensor.detach().view(torch.uint8).numpy()  # uint8 [nbytes], the same memory
         transfer = Transfer(key, memoryview(array), then)
         self._active_at = time.monotonic()
         if not self._threads and self._failure is None:
@@ -218,7 +218,7 @@ class Channel:
             self._changed.notify()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._outgoing.put(None)
+        self._outgoing.put(None)  # ends the thread
         self._posted.put(None)
 
     def _run(self, queue: Queue, handle: Callable[[Transfer], None]) -> None:
@@ -235,6 +235,7 @@ class Channel:
         parts = [memoryview(head), transfer.data]
         while parts:
             sent = self._connection.sendmsg(parts, (), NO_SIGNAL)
+            # the kernel may take in a part of the data, even of the head
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if parts:
@@ -249,7 +250,7 @@ class Channel:
             _fill(self._connection, memoryview(head))
             number, place, size = _HEAD.unpack(head)
             transfer = self._expected_as((number, place))
-            _check(len(transfer.data), size)
+            _check(len(transfer.data), size)  # the ends might disagree on a shape
             _fill(self._connection, transfer.data)
             self._complete(transfer)
             del transfer  # with its memory, before waiting for the next one
@@ -276,10 +277,11 @@ class Reduction:
         self._lock = Lock()
         self._is_sent = self._is_added = False
         self._sending: list[tuple[Channel, Transfer]] = []
+        # place 0 is for totals, places from 1 on are for the sums that make them up
         self._sums = [
-            (channel, channel.receive((number, place), one, self._add_if_complete))
+            (channel, channel.receive((number, place), partner_sum, self._add_if_complete))
             for rank, channel in channels.items()
-            for place, one in enumerate(share.received[rank], start=1)
+            for place, partner_sum in enumerate(share.received[rank], start=1)
         ]
         self._arriving = [
             (channel, channel.receive((number, 0), share.totals[rank]))
@@ -289,9 +291,9 @@ class Reduction:
     def send(self, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Send sums, which must stay as they are, by the rank of the worker that adds them."""
         self._sending = [
-            (channel, channel.send((self._number, place), one))
+            (channel, channel.send((self._number, place), own_sum))
             for rank, channel in self._channels.items()
-            for place, one in enumerate(sums[rank], start=1)
+            for place, own_sum in enumerate(sums[rank], start=1)
         ]
         self._is_sent = True
         self._add_if_complete()

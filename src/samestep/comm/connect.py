@@ -77,23 +77,23 @@ def connect(process: ProcessInfo, config: Config, *, gpus: Sequence[str] = ()) -
     if process.world_size == 1:
         return _with_group(Alone(), None, config)
     raise_file_limit()
-    found = rendezvous(process, config.timeout, share=True, gpus=gpus)
-    if found.mesh is not None and len(found.hosts) == 1:
-        world: World = Shared(found)
-    else:
+    meeting = rendezvous(process, config.timeout, share=True, gpus=gpus)
+    if meeting.mesh is not None and len(meeting.hosts) == 1:  # one host, whose workers share memory
+        world: World = Shared(meeting)
+    else:  # several hosts, a GPU for each worker (NCCL), or no shared memory
         is_one_host = process.local_world_size == process.world_size
-        if is_one_host and found.nccl:  # which opens its sockets later
+        if is_one_host and meeting.nccl:  # which opens its sockets later
             os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         with gloo_interface(LOOPBACK if is_one_host else process.address):
-            world = Distributed(found, cuda=found.nccl)
-    _with_group(world, found.store, config)
+            world = Distributed(meeting, cuda=meeting.nccl)
+    _with_group(world, meeting.store, config)
     if process.started_by != "samestep":
         # Anyone may write to other launchers' stores. The workers' connections exist by now.
         key = world.all_gather_bytes(os.urandom(32) if world.rank == 0 else b"", FORMING)[0]
         world.status.set_key(hmac.digest(os.environ.get(TOKEN, "").encode(), key, "sha256"))
-    if gpus and not found.nccl:
+    if gpus and not meeting.nccl:  # the world made above carries host memory only
         world = HostMemoryWorld(world)
-    first = process.rank - process.local_rank
+    first = process.rank - process.local_rank  # the ranks of a host are consecutive
     world.local_ranks = range(first, first + process.local_world_size)
     return world
 
@@ -127,10 +127,11 @@ def end_group(world: World) -> None:
 class HostMemoryWorld(World):
     """A world that copies GPU tensors to host memory and back; no memory is shared."""
 
-    exchange = "host memory"
+    backend = "host memory"
 
     def __init__(self, world: World) -> None:
         self.rank, self.size, self.status = world.rank, world.size, world.status
+        # one per worker, so that no caller counts on shared memory
         self.hosts = [range(rank, rank + 1) for rank in range(world.size)]
         self.signing_key, self.made_group = world.signing_key, world.made_group
         self._world = world
@@ -143,22 +144,22 @@ class HostMemoryWorld(World):
         self.barriers += 1
         return self._world.gather_bytes(data, what)
 
-    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        received = torch.empty(out.shape, dtype=out.dtype)
-        self._world.all_gather(received, own.cpu(), what)
+    def all_gather(self, out: Tensor, sent: Tensor, what: str) -> None:
+        received = torch.empty(out.shape, dtype=out.dtype)  # [size * n]
+        self._world.all_gather(received, sent.cpu(), what)  # `cpu` waits for the GPU
         out.copy_(received)
         self.barriers += 1
 
     def all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self, out: Tensor, out_sizes: Sizes, sent: Tensor, sent_sizes: Sizes, what: str
     ) -> None:
         received = torch.empty(out.shape, dtype=out.dtype)
-        self._world.all_to_all(received, out_sizes, own.cpu(), own_sizes, what)
+        self._world.all_to_all(received, out_sizes, sent.cpu(), sent_sizes, what)
         out.copy_(received)
         self.barriers += 1
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        received = tensor.cpu()
+        received = tensor.cpu()  # what rank 0 sends; the others overwrite theirs
         self._world.broadcast(received, what)
         tensor.copy_(received)
         self.barriers += 1

@@ -68,13 +68,13 @@ class Distributed(World):
         self.status, self.signing_key = rendezvous.status, rendezvous.signing_key
         self._mesh = rendezvous.mesh
         self._row_bytes: dict[str, int] = {}  # by `what`, if not `ROW_BYTES`
-        self._tables: dict[int, Tensor] = {}  # by row size
+        self._tables: dict[int, Tensor] = {}  # by row_bytes: uint8 [turns, size, row_bytes]
         self._turn = 0
         self._transfers = 0
         self._channels: dict[int, Channel] = {}  # to the partners, by rank
         self._failure = ""
         self._timeout_seconds = rendezvous.timeout_seconds
-        self.exchange = "NCCL" if cuda else "gloo"
+        self.backend = "NCCL" if cuda else "gloo"
         self._cuda = cuda
         self._enqueued = ""  # the last call that the GPU may not have completed
         self._enqueued_at = 0.0
@@ -88,7 +88,7 @@ class Distributed(World):
         timeout = timedelta(seconds=self._timeout_seconds)
 
         def form() -> None:
-            if dist.is_initialized():
+            if dist.is_initialized():  # the script made the default group
                 self._group = dist.new_group(backend=backend, timeout=timeout)
             else:
                 dist.init_process_group(
@@ -102,9 +102,9 @@ class Distributed(World):
 
         with self._waiting(FORMING):
             within(self._timeout_seconds + SLACK_SECONDS, form)
-        own = self._group or dist.group.WORLD
+        own_group = self._group or dist.group.WORLD
         # others should notice when this worker leaves
-        KEPT_GROUPS[:] = [group for group in KEPT_GROUPS if group is not own]
+        KEPT_GROUPS[:] = [group for group in KEPT_GROUPS if group is not own_group]
         if cuda:
             self.status.overdue = self._overdue
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
@@ -141,21 +141,22 @@ class Distributed(World):
             def remaining() -> float:
                 return max(deadline - time.monotonic(), LEAST_SECONDS)
 
-            found: dict[tuple[int, int], socket.socket] = {}
+            connections: dict[tuple[int, int], socket.socket] = {}  # by partner and number
             with self._waiting(FORMING), ExitStack() as unused:
                 for partner, number in product(partners, range(CONNECTIONS)):
                     if partner < self.rank:
                         address, port, secret = offers[partner]
                         label = self.rank, number
-                        one = connect(address, port, to_bytes(secret), label, remaining())
-                        found[partner, number] = unused.enter_context(one)
-                while len(found) < CONNECTIONS * len(partners):
-                    one, label = listener.accept(remaining())
-                    found[label] = unused.enter_context(one)
+                        connection = connect(address, port, to_bytes(secret), label, remaining())
+                        connections[partner, number] = unused.enter_context(connection)
+                while len(connections) < CONNECTIONS * len(partners):
+                    connection, label = listener.accept(remaining())
+                    connections[label] = unused.enter_context(connection)
                 channels = {
-                    partner: Channel(found[partner, 0], found[partner, 1]) for partner in partners
+                    partner: Channel(connections[partner, 0], connections[partner, 1])
+                    for partner in partners
                 }
-                unused.pop_all()
+                unused.pop_all()  # channels close them from now on
             return channels
 
     @contextmanager
@@ -191,7 +192,7 @@ class Distributed(World):
         receive = self._begin_rows(_row(data, what, first), what)
 
         def end() -> list[bytes]:
-            size, rows = first, receive().numpy()
+            size, rows = first, receive().numpy()  # uint8 [workers, size]
             while True:
                 calls = [row[LENGTH_BYTES:HEAD_BYTES].tobytes() for row in rows]
                 for rank, call in enumerate(calls):
@@ -211,7 +212,7 @@ class Distributed(World):
 
         return end
 
-    def _begin_rows(self, own: Tensor, what: str) -> Callable[[], Tensor]:
+    def _begin_rows(self, row: Tensor, what: str) -> Callable[[], Tensor]:
         """Begin to exchange rows; return a call that returns every worker's row by rank.
 
         They must be read before the next call.
@@ -219,14 +220,14 @@ class Distributed(World):
         Two tables are used in turn: a worker that writes to one has passed the barriers of the
         other, and so have all workers that read this one before.
         """
-        tables = self._tables.get(len(own))
-        if tables is None:
-            tables = self.shared(2 * self.size * len(own))[0].view(2, self.size, len(own))
-            if len(own) <= KEPT_ROW_BYTES:
-                self._tables[len(own)] = tables
-        table = tables[self._turn]
+        tables = self._tables.get(len(row))
+        if tables is None:  # in memory of the host's first worker
+            tables = self.shared(2 * self.size * len(row))[0].view(2, self.size, len(row))
+            if len(row) <= KEPT_ROW_BYTES:
+                self._tables[len(row)] = tables
+        table = tables[self._turn]  # uint8 [size, row_bytes]
         self._turn = 1 - self._turn
-        table[self.rank] = own
+        table[self.rank] = row
         self.barrier_on_host(what)
         rounds = self._fetch_rows(table)
         if self.rank == self.host.start:
@@ -253,12 +254,13 @@ class Distributed(World):
         gloo's ring takes one round per host. Here each host sends all rows that it has to one other
         host, so each round doubles the number of hosts whose rows a host has.
         """
-        hosts, own, have = self.hosts, self.hosts.index(self.host), 1
+        hosts, index, have = self.hosts, self.hosts.index(self.host), 1
         while have < len(hosts):
             new = min(have, len(hosts) - have)
-            left, right = hosts[own - have], hosts[(own + have) % len(hosts)]
-            sent = torch.cat([_rows(table, hosts[(own + n) % len(hosts)]) for n in range(new)])
-            targets = [_rows(table, hosts[(own + have + n) % len(hosts)]) for n in range(new)]
+            left, right = hosts[index - have], hosts[(index + have) % len(hosts)]
+            # `sent` and `rows`: [rows of `new` hosts, row_bytes]; `targets`: views of the table
+            sent = torch.cat([_rows(table, hosts[(index + n) % len(hosts)]) for n in range(new)])
+            targets = [_rows(table, hosts[(index + have + n) % len(hosts)]) for n in range(new)]
             rows = table.new_empty(sum(map(len, targets)), table.shape[1])
             end = self._begin_message(sent.view(-1), left.start, rows.view(-1), right.start)
             yield
@@ -296,65 +298,65 @@ class Distributed(World):
         """Gather lengths on all ranks, then the bytes on rank 0."""
         own_length = len(data).to_bytes(LENGTH_BYTES, "little")
         lengths = list(map(_length, self.all_gather_bytes(own_length, what)))
-        own = _padded(data, max(lengths))
-        rows = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
+        row = _padded(data, max(lengths))  # uint8 [longest], as gloo gathers equal sizes
+        rows = [torch.empty_like(row) for _ in lengths] if self.rank == 0 else None
         with self._waiting(what):
-            dist.gather(own, rows, dst=0, group=self._group)
+            dist.gather(row, rows, dst=0, group=self._group)
         if rows is None:
             return None
         return [row[:n].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
-    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        self.begin_all_gather(out, own, what)()
+    def all_gather(self, out: Tensor, sent: Tensor, what: str) -> None:
+        self.begin_all_gather(out, sent, what)()
 
-    def begin_all_gather(self, out: Tensor, own: Tensor, what: str) -> Callable[[], None]:
+    def begin_all_gather(self, out: Tensor, sent: Tensor, what: str) -> Callable[[], None]:
         with self._waiting(what):
-            if own.is_cuda:
-                waits = [_all_gather_flat(out, own, self._group, async_op=True).wait]
+            if sent.is_cuda:  # NCCL, which only queues it on the GPU
+                waits = [_all_gather_flat(out, sent, self._group, async_op=True).wait]
             else:
-                parts = dict(enumerate(out.split(len(own)) if len(own) else ()))
-                if parts and parts[self.rank].data_ptr() != own.data_ptr():
-                    parts[self.rank].copy_(own)
-                waits = self._transfer(dict.fromkeys(parts, own), parts)
+                parts = dict(enumerate(out.split(len(sent)) if len(sent) else ()))  # each [n]
+                if parts and parts[self.rank].data_ptr() != sent.data_ptr():
+                    parts[self.rank].copy_(sent)
+                waits = self._transfer(dict.fromkeys(parts, sent), parts)
         self.barriers += 1
-        return self._end_of(waits, what, own)
+        return self._end_of(waits, what, sent)
 
     def all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self, out: Tensor, out_sizes: Sizes, sent: Tensor, sent_sizes: Sizes, what: str
     ) -> None:
-        self.begin_all_to_all(out, out_sizes, own, own_sizes, what)()
+        self.begin_all_to_all(out, out_sizes, sent, sent_sizes, what)()
 
     def begin_all_to_all(
         self,
         out: Tensor,
         out_sizes: Sizes,
-        own: Tensor,
-        own_sizes: Sizes,
+        sent: Tensor,
+        sent_sizes: Sizes,
         what: str,
         *,
         polled: bool = True,
     ) -> Callable[[], None]:
         with self._waiting(what):
-            if own.is_cuda:
-                sizes = list(out_sizes), list(own_sizes)
-                work = dist.all_to_all_single(out, own, *sizes, self._group, async_op=True)
+            if sent.is_cuda:
+                sizes = list(out_sizes), list(sent_sizes)
+                work = dist.all_to_all_single(out, sent, *sizes, self._group, async_op=True)
                 waits = [work.wait]
             else:
-                sent = dict(enumerate(own.split(list(own_sizes))))
-                received = dict(enumerate(out.split(list(out_sizes))))
-                received[self.rank].copy_(sent[self.rank])
-                waits = self._transfer(sent, received)
-        return self._end_of(waits, what, own, polled=polled)
+                outgoing = dict(enumerate(sent.split(list(sent_sizes))))  # each [sent_sizes[rank]]
+                incoming = dict(enumerate(out.split(list(out_sizes))))
+                incoming[self.rank].copy_(outgoing[self.rank])
+                waits = self._transfer(outgoing, incoming)
+        return self._end_of(waits, what, sent, polled=polled)
 
     def begin_swap(self, partner: int, received: Sequence[Tensor], what: str) -> Send:
         channel = self._channels.get(partner)
-        if channel is None:
+        if channel is None:  # a worker had no address to connect to
             return super().begin_swap(partner, received, what)
         tag = self._next_tag()
-        arriving = [channel.receive((tag, number), one) for number, one in enumerate(received)]
+        arriving = [channel.receive((tag, number), part) for number, part in enumerate(received)]
 
-        def begin_send(number: int, own: Tensor) -> Arrival:
-            sending, receiving = channel.send((tag, number), own), arriving[number]
+        def begin_send(number: int, part: Tensor) -> Arrival:
+            sending, receiving = channel.send((tag, number), part), arriving[number]
 
             def wait(seconds: float) -> None:
                 channel.wait(receiving, seconds)
@@ -363,7 +365,7 @@ class Distributed(World):
             return self._arrival(wait, lambda: receiving.is_done and sending.is_done, what)
 
         def send(sent: Iterable[Tensor]) -> list[Arrival]:
-            return [begin_send(number, own) for number, own in enumerate(sent)]
+            return [begin_send(number, part) for number, part in enumerate(sent)]
 
         return send
 
@@ -372,8 +374,8 @@ class Distributed(World):
 
         def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
             arrivals = []
-            for reduction, some in zip(reductions, sums, strict=True):
-                reduction.send(some)
+            for reduction, sums_by_rank in zip(reductions, sums, strict=True):
+                reduction.send(sums_by_rank)
                 arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
             return arrivals
 
@@ -458,6 +460,7 @@ class Distributed(World):
         because several may be in flight; messages with one tag keep their order.
         """
         tag = self._next_tag()
+        # from the next rank on, so that not all workers serve rank 0 first
         ranks = [(self.rank + offset) % self.size for offset in range(1, self.size)]
         return [
             wait
@@ -471,7 +474,7 @@ class Distributed(World):
     ) -> list[Callable[[], object]]:
         if tensor is None or not len(tensor):
             return []
-        if (channel := self._channels.get(rank)) is None:
+        if (channel := self._channels.get(rank)) is None:  # not a partner: gloo
             call = dist.isend if sends else dist.irecv
             # isend and irecv return None only outside the group
             return [call(piece, rank, self._group, tag).wait for piece in _pieces(tensor)]  # type: ignore[union-attr]
@@ -480,7 +483,7 @@ class Distributed(World):
             begin((tag, number), piece)
             for number, piece in enumerate(_pieces(tensor, CHANNEL_PIECE_BYTES))
         ]
-        return [partial(channel.wait, one, self._timeout_seconds) for one in transfers]
+        return [partial(channel.wait, transfer, self._timeout_seconds) for transfer in transfers]
 
     def _next_tag(self) -> int:
         self._transfers = self._transfers % TAGS + 1

@@ -98,8 +98,9 @@ class Seal:
 
     def __init__(self, token: str, nonces: bytes, *, coordinator: bool) -> None:
         directions = (b"from coordinator", b"to coordinator")
-        own, peer = directions if coordinator else directions[::-1]
-        self._own_key, self._peer_key = prove(token, own, nonces), prove(token, peer, nonces)
+        outgoing, incoming = directions if coordinator else directions[::-1]
+        self._own_key = prove(token, outgoing, nonces)
+        self._peer_key = prove(token, incoming, nonces)
         self._sent = self._received = 0
 
     def seal(self, message: Message) -> bytes:
@@ -292,9 +293,9 @@ class Link:
         self.close()
 
     def _authenticate(self, token: str) -> Seal:
-        own = secrets.token_bytes(NONCE_BYTES)
-        nonces = nonce_of(decode(self._next_body())) + own
-        hello = {"nonce": own.hex(), "proof": prove(token, b"member", nonces).hex()}
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonces = nonce_of(decode(self._next_body())) + nonce
+        hello = {"nonce": nonce.hex(), "proof": prove(token, b"member", nonces).hex()}
         self._socket.sendall(frame(encode(hello)))
         response = decode(self._next_body())
         if "refused" in response:

@@ -88,7 +88,7 @@ class Mesh:
         status: WorkerStatus | None = None,
     ) -> None:
         for peer in peers:
-            peer.socket.settimeout(0)
+            peer.socket.settimeout(0)  # never block in one: `_receive` polls all of them
         self.rank, self.ranks = rank, ranks
         self._peers = peers
         self._timeout_seconds = timeout_seconds
@@ -96,17 +96,17 @@ class Mesh:
         self._last = FORMING  # the last completed call
         self._failure = ""
 
-    def exchange(self, messages: Mapping[int, bytes], what: str) -> dict[int, bytes]:
+    def swap(self, messages: Mapping[int, bytes], what: str) -> dict[int, bytes]:
         """Send each other worker its message of at most `MESSAGE_BYTES`; return theirs by rank."""
-        return {rank: message for rank, (message, _) in self._exchange(messages, [], what).items()}
+        return {rank: message for rank, (message, _) in self._swap(messages, [], what).items()}
 
     def barrier(self, what: str) -> None:
         """Return when every worker has arrived."""
-        self._exchange(dict.fromkeys(self.ranks, b""), [], what)
+        self._swap(dict.fromkeys(self.ranks, b""), [], what)
 
-    def exchange_files(self, file: int, what: str) -> dict[int, int]:
+    def swap_files(self, file: int, what: str) -> dict[int, int]:
         """Send each other worker an open file; return theirs by rank, for this worker to close."""
-        received = self._exchange(dict.fromkeys(self.ranks, b""), [file], what)
+        received = self._swap(dict.fromkeys(self.ranks, b""), [file], what)
         return {rank: files[0] for rank, (_, files) in received.items()}
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Mesh:
             peer.close()
         self._peers = []
 
-    def _exchange(
+    def _swap(
         self, messages: Mapping[int, bytes], files: list[int], what: str
     ) -> dict[int, Message]:
         if self._failure:
@@ -126,7 +126,7 @@ class Mesh:
         head = what[:WHAT_CHARACTERS].encode() + b"\0"
         with self._status.waiting(what):
             try:
-                for peer in self._peers:
+                for peer in self._peers:  # all, before waiting for any
                     peer.send(head + messages[peer.rank], files)
                 received = self._receive(len(files))
             except OSError as error:
@@ -154,7 +154,7 @@ class Mesh:
                 if message is not None:
                     received[rank] = message
                     del missing[rank]
-                elif peer.pidfd in ready:
+                elif peer.pidfd in ready:  # it exited without this call's message
                     raise ConnectionResetError
             if not missing:
                 return received
@@ -204,19 +204,20 @@ class StatusBoard:
         """
         self._file = file
         self.rank, self.ranks = rank, ranks if memory is not None else range(rank, rank + 1)
+        # slot 0 has news, slot 1 + n the status of the nth worker: uint8 [slots, SLOT_BYTES]
         self._memory = bytearray(2 * SLOT_BYTES) if memory is None else memory
-        self._known: dict[int, dict[str, Any]] = {}  # by slot
+        self._latest: dict[int, dict[str, Any]] = {}  # what was last read, by slot
         self._opened_at = time.monotonic()
 
     @classmethod
     def open(
-        cls, rank: int, host: range, pid: int, file: int | None, own: int | None
+        cls, rank: int, host: range, pid: int, file: int | None, own_file: int | None
     ) -> StatusBoard:
         """Open the board in memory that process `pid`, the first of the host, opened as `file`.
 
-        `own` is that of this process, None unless it is the first.
+        `own_file` is that of this process, None unless it is the first.
         """
-        number = (rank - host.start) // BOARD_WORKERS
+        number = (rank - host.start) // BOARD_WORKERS  # large hosts have several boards
         ranks, memory = boards([host])[number], None
         if file is not None and len(ranks) > 1:
             # a process may have exited, or may not be inspected
@@ -226,7 +227,7 @@ class StatusBoard:
                     memory = mmap.mmap(other, BOARD_BYTES, offset=number * BOARD_BYTES)
                 finally:
                     os.close(other)
-        return cls(rank, ranks, memory, own)
+        return cls(rank, ranks, memory, own_file)
 
     def close(self) -> None:
         """Close the memory, which the others keep."""
@@ -250,8 +251,8 @@ class StatusBoard:
 
     def statuses(self) -> list[dict[str, Any]]:
         """Return all statuses that were written."""
-        found = (self._read(1 + number) for number in range(len(self.ranks)))
-        return [status for status in found if status is not None]
+        statuses = (self._read(1 + number) for number in range(len(self.ranks)))
+        return [status for status in statuses if status is not None]
 
     def publishes(self, seconds: float) -> bool:
         """Return whether this worker publishes: no lower rank has written for `seconds`."""
@@ -277,8 +278,8 @@ class StatusBoard:
         _, length, checksum = _SLOT.unpack_from(self._memory, start)
         data = bytes(self._memory[start + _SLOT.size : start + _SLOT.size + length])
         if length and zlib.crc32(data) == checksum:
-            self._known[slot] = json.loads(data)
-        return self._known.get(slot)
+            self._latest[slot] = json.loads(data)
+        return self._latest.get(slot)
 
 
 def create_boards(workers: int) -> int | None:

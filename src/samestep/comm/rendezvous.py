@@ -197,24 +197,28 @@ def rendezvous(
             address, statuses = listener.address if listener else None, None
             if home is not None and process.local_rank == 0 and process.local_world_size > 1:
                 statuses = create_boards(process.local_world_size)
-            failed = exits.enter_context(ExitStack())
+            failed = exits.enter_context(ExitStack())  # until the board owns the file
             if statuses is not None:
                 failed.callback(os.close, statuses)
-            own = PeerInfo(socket.gethostname(), os.getpid(), home, address, os.urandom(16).hex())
-            own = replace(own, statuses=statuses, gpus=tuple(gpus))
-            infos = _exchange_infos(client, process, own, seconds)
+            nonce = os.urandom(16).hex()
+            own_info = PeerInfo(socket.gethostname(), os.getpid(), home, address, nonce)
+            own_info = replace(own_info, statuses=statuses, gpus=tuple(gpus))
+            infos = _gather_infos(client, process, own_info, seconds)
             nccl = _have_own_gpus(client, [info.gpus for info in infos])
             sharing = [info.home if info.address and not nccl else None for info in infos]
             hosts = _hosts(sharing)
             homes = _hosts([info.home for info in infos])
+            # workers of one machine share a board, even if they share no gradients
             home_ranks = next(ranks for ranks in homes if rank in ranks)
             first = infos[home_ranks.start]
             board = StatusBoard.open(rank, home_ranks, first.pid, first.statuses, statuses)
             failed.pop_all()
             watchdog = Watchdog(client, timeout_seconds, homes, board)
             mesh = None
-            members = {other: infos[other] for other in next(one for one in hosts if rank in one)}
-            if listener and len(members) > 1:
+            members = {
+                other: infos[other] for other in next(host for host in hosts if rank in host)
+            }
+            if listener and len(members) > 1:  # others of this host share memory
                 try:
                     mesh = listener.connect(rank, members, seconds, timeout_seconds, watchdog)
                 except BaseException:
@@ -235,11 +239,11 @@ def locate(process: ProcessInfo, timeout_seconds: float) -> ProcessInfo:
     if process.knows_host:
         return process
     host = " ".join([socket.gethostname(), *_kernel("net")])
-    own = PeerInfo(socket.gethostname(), os.getpid(), host, None, os.urandom(16).hex())
+    own_info = PeerInfo(socket.gethostname(), os.getpid(), host, None, os.urandom(16).hex())
     seconds = _start_seconds(timeout_seconds)
     with _explained(process.rank):
         _, client = open_store(process, f"samestep/{next(_worlds_formed)}", seconds)
-        infos = _exchange_infos(client, process, own, seconds)
+        infos = _gather_infos(client, process, own_info, seconds)
         client.close()
     ranks = [rank for rank, info in enumerate(infos) if info.home == host]
     local_rank = ranks.index(process.rank)
@@ -275,7 +279,7 @@ def _have_own_gpus(client: StoreClient, gpus: Sequence[Sequence[str]]) -> bool:
             f"all workers must use GPUs or none, but torch finds no GPU on {list_workers(without)};"
             " check the driver and CUDA_VISIBLE_DEVICES there, or set device='cpu' on all workers"
         )
-    names = [name for some in gpus for name in some]
+    names = [name for worker_gpus in gpus for name in worker_gpus]
     return len(set(names)) == len(names) > 0
 
 
@@ -287,8 +291,8 @@ def _signing_key(infos: Sequence[PeerInfo]) -> bytes | None:
     return hmac.digest(os.environ[TOKEN].encode(), f"samestep objects {nonces}".encode(), "sha256")
 
 
-def _exchange_infos(
-    client: StoreClient, process: ProcessInfo, own: PeerInfo, seconds: float
+def _gather_infos(
+    client: StoreClient, process: ProcessInfo, own_info: PeerInfo, seconds: float
 ) -> list[PeerInfo]:
     """Return every worker's entry by rank. Raises `WorldError` for missing and duplicate ranks.
 
@@ -297,10 +301,10 @@ def _exchange_infos(
     """
     rank, size = process.rank, process.world_size
     keys = [f"worker/{other}" for other in range(size)]
-    first = PeerInfo.read(rank, client.put_first(keys[rank], asdict(own)))
+    first = PeerInfo.read(rank, client.put_first(keys[rank], asdict(own_info)))
     outcome = None
-    if first != own:
-        reason = f"two workers have rank {rank}: {first} and {own}; ranks must be unique"
+    if first != own_info:
+        reason = f"two workers have rank {rank}: {first} and {own_info}; ranks must be unique"
         outcome = client.put_first(OUTCOME, {"failed": reason, "expected": size})
     elif rank == 0:
         outcome = _publish_entries(client, keys, seconds)
@@ -330,8 +334,8 @@ def _exchange_infos(
 
 def _wait_for_outcome(client: StoreClient, seconds: float, size: int) -> Any:
     """Return the outcome that another worker publishes, None after `seconds`."""
-    found = client.wait_for([OUTCOME], seconds, size)
-    return next((values[0] for values in found if values and values[0] is not None), None)
+    polls = client.wait_for([OUTCOME], seconds, size)
+    return next((values[0] for values in polls if values and values[0] is not None), None)
 
 
 def _publish_entries(client: StoreClient, keys: Sequence[str], seconds: float) -> Any:
@@ -386,9 +390,9 @@ def _wait_for_informed(client: StoreClient, expected: int) -> None:
         informed = client.count(INFORMED, 0)
 
 
-def _foreign_store(found: str) -> WorldError:
+def _foreign_store(description: str) -> WorldError:
     return WorldError(
-        f"{found}; another program uses MASTER_ADDR and MASTER_PORT: choose an unused port"
+        f"{description}; another program uses MASTER_ADDR and MASTER_PORT: choose an unused port"
     )
 
 

@@ -40,10 +40,10 @@ def share(mesh: Mesh, nbytes: int, what: str = "sharing memory") -> list[Tensor]
     workers exit. Raises `WorldError` if workers ask for different sizes.
     """
     with ExitStack() as exits:
-        own = os.memfd_create("samestep")
-        exits.callback(os.close, own)
-        set_size(own, max(1, nbytes))  # an empty file cannot be mapped
-        files = {mesh.rank: own, **mesh.exchange_files(own, what)}
+        own_file = os.memfd_create("samestep")
+        exits.callback(os.close, own_file)
+        set_size(own_file, max(1, nbytes))  # an empty file cannot be mapped
+        files = {mesh.rank: own_file, **mesh.swap_files(own_file, what)}
         for rank, file in files.items():
             if rank != mesh.rank:
                 exits.callback(os.close, file)
@@ -73,31 +73,33 @@ def share_files(
     """
     with ExitStack() as exits:
         files: list[int] = []
-        entry: Any = None
+        own_entry: Any = None  # the host, this process and its files; None shares nothing
         try:
             files = _empty_files(sizes, exits)
-            entry = [_home(world), os.getpid(), [_identity(file) for file in files]]
+            own_entry = [_home(world), os.getpid(), [_identity(file) for file in files]]
         except (AttributeError, OSError):  # this system or Python lacks it, or refuses it
             pass
-        entries = world.all_gather_json(entry, what)
+        entries = world.all_gather_json(own_entry, what)
         hosts: dict[Any, list[int]] = {}
-        for rank, found in enumerate(entries):
-            hosts.setdefault(f"worker {rank}" if found is None else found[0], []).append(rank)
+        for rank, entry in enumerate(entries):
+            hosts.setdefault(f"worker {rank}" if entry is None else entry[0], []).append(rank)
         ranks = next(host for host in hosts.values() if world.rank in host)
         fault = ""
         try:
-            if world.rank != ranks[0]:
+            if world.rank != ranks[0]:  # all workers of a host use the files of the first
                 _, pid, identities = entries[ranks[0]]
                 files = _open_files(pid, identities, exits)
             if len(ranks) > 1:
                 _reserve(files, sizes, ranks.index(world.rank), len(ranks))
         except OSError as error:
             fault = str(error)
-        faults = world.all_gather_json(fault, what)
+        faults = world.all_gather_json(fault, what)  # so that all divide hosts in the same way
         divided = [
             part
             for host in hosts.values()
-            for part in ([[one] for one in host] if any(faults[one] for one in host) else [host])
+            for part in (
+                [[rank] for rank in host] if any(faults[rank] for rank in host) else [host]
+            )
         ]
         yield divided, files if ranks in divided and len(ranks) > 1 else []
 
@@ -154,7 +156,7 @@ class Shared(World):
     boxes: workers that arrive at a barrier have read the boxes of the previous barrier.
     """
 
-    exchange = "shared memory"
+    backend = "shared memory"
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.hosts = rendezvous.rank, rendezvous.size, rendezvous.hosts
@@ -162,42 +164,43 @@ class Shared(World):
         # workers that share memory have a mesh
         self._mesh: Mesh = rendezvous.mesh  # type: ignore[assignment]
         buffers = share(self._mesh, 2 * BOX_BYTES)
+        # by rank: uint8 [turns, box_bytes]
         self._boxes = [buffer.numpy().reshape(2, BOX_BYTES) for buffer in buffers]
         self._turn = 0
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        others = self._exchange(np.frombuffer(data, np.uint8), [(0, len(data))] * self.size, what)
+        others = self._swap(np.frombuffer(data, np.uint8), [(0, len(data))] * self.size, what)
         return [data if rank == self.rank else others[rank].tobytes() for rank in range(self.size)]
 
     def gather_bytes(self, data: bytes, what: str) -> list[bytes] | None:
-        ranges = [(0, len(data))] + [(0, 0)] * (self.size - 1)
-        received = self._exchange(np.frombuffer(data, np.uint8), ranges, what)
+        ranges = [(0, len(data))] + [(0, 0)] * (self.size - 1)  # all for rank 0
+        received = self._swap(np.frombuffer(data, np.uint8), ranges, what)
         if self.rank != 0:
             return None
         return [data, *(received[rank].tobytes() for rank in range(1, self.size))]
 
-    def all_gather(self, out: Tensor, own: Tensor, what: str) -> None:
-        data, target = _bytes(own), _bytes(out)
+    def all_gather(self, out: Tensor, sent: Tensor, what: str) -> None:
+        data, target = _bytes(sent), _bytes(out)  # uint8 [nbytes] and [size * nbytes]
         into = [target[rank * len(data) : (rank + 1) * len(data)] for rank in range(self.size)]
         if data.ctypes.data != into[self.rank].ctypes.data:
             into[self.rank][:] = data
-        self._exchange(data, [(0, len(data))] * self.size, what, into)
+        self._swap(data, [(0, len(data))] * self.size, what, into)
 
     def all_to_all(
-        self, out: Tensor, out_sizes: Sizes, own: Tensor, own_sizes: Sizes, what: str
+        self, out: Tensor, out_sizes: Sizes, sent: Tensor, sent_sizes: Sizes, what: str
     ) -> None:
-        data, target = _bytes(own), _bytes(out)
-        ranges = _ranges(own_sizes, own.element_size())
+        data, target = _bytes(sent), _bytes(out)
+        ranges = _ranges(sent_sizes, sent.element_size())
         into = [target[start:stop] for start, stop in _ranges(out_sizes, out.element_size())]
         start, stop = ranges[self.rank]
         into[self.rank][:] = data[start:stop]
-        self._exchange(data, ranges, what, into)
+        self._swap(data, ranges, what, into)
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         data = _bytes(tensor)
         sent, nothing = data if self.rank == 0 else data[:0], data[:0]
-        into = [data] + [nothing] * (self.size - 1)
-        self._exchange(sent, [(0, len(sent))] * self.size, what, into)
+        into = [data] + [nothing] * (self.size - 1)  # only rank 0 sends
+        self._swap(sent, [(0, len(sent))] * self.size, what, into)
 
     def barrier(self, what: str) -> None:
         self._mesh.barrier(what)
@@ -211,12 +214,12 @@ class Shared(World):
         self._mesh.close()
         self._boxes = []
 
-    def _exchange(
+    def _swap(
         self, data: Bytes, ranges: Sequence[Range], what: str, into: Sequence[Bytes] | None = None
     ) -> dict[int, Bytes]:
         """Send part `ranges[r]` of `data` to each rank r; return theirs by rank, using `into`."""
         inline = len(data) <= INLINE_BYTES
-        if not inline:
+        if not inline:  # the box, which the others read once they have this worker's message
             self._fill(data, 0)
         messages = {
             rank: _HEAD.pack(len(data), start, stop)
@@ -224,9 +227,9 @@ class Shared(World):
             for rank, (start, stop) in enumerate(ranges)
         }
         received: dict[int, Bytes] = {}
-        boxed: dict[int, Range] = {}
+        boxed: dict[int, Range] = {}  # the ranges to be read from boxes, by rank of the sender
         longest = len(data)
-        for rank, message in self._mesh.exchange(messages, what).items():
+        for rank, message in self._mesh.swap(messages, what).items():
             length, start, stop = _HEAD.unpack_from(message)
             longest = max(longest, length)
             received[rank] = np.empty(stop - start, np.uint8) if into is None else into[rank]
@@ -240,6 +243,7 @@ class Shared(World):
             else:
                 received[rank][:] = np.frombuffer(message, np.uint8, offset=_HEAD.size)
         self._take(boxed, received, 0)
+        # workers with less data pass the same barriers
         for offset in range(BOX_BYTES, longest, BOX_BYTES):
             self._fill(data, offset)
             self._mesh.barrier(what)
@@ -255,6 +259,7 @@ class Shared(World):
     def _take(self, boxed: Mapping[int, Range], received: Mapping[int, Bytes], offset: int) -> None:
         """Copy this worker's part of the boxes, which hold data from `offset`; swap the boxes."""
         for rank, (start, stop) in boxed.items():
+            # what of the range [start, stop) is in the box now
             first, last = max(start, offset), min(stop, offset + BOX_BYTES)
             if first < last:
                 box = self._boxes[rank][self._turn]

@@ -263,18 +263,18 @@ class HangReport:
 
 
 def report_hang(
-    own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
+    own_beat: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
 ) -> HangReport:
-    """Report why worker `own` of `size` timed out, given the others' heartbeats by rank."""
-    what, machine = own.collective, own.machine
-    unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
+    """Report why a worker of `size` timed out, given its own and the others' heartbeats by rank."""
+    what, machine = own_beat.collective, own_beat.machine
+    unseen = sorted(set(range(size)).difference(beat.rank for beat in [own_beat, *beats]))
     late = [beat for beat in beats if beat.trouble(machine) or beat.collective != what]
-    waiting = [own, *(beat for beat in beats if beat not in late)]
+    waiting = [own_beat, *(beat for beat in beats if beat not in late)]
     missing = sorted([*unseen, *(beat.rank for beat in late)])
     arrived = sorted(beat.rank for beat in waiting)
     target = f" waiting for {list_workers(missing)}" if missing else ""
     verb = "were" if len(arrived) > 1 else "was"
-    where = f"{list_workers(arrived)} {verb} {what} at step {own.step}"
+    where = f"{list_workers(arrived)} {verb} {what} at step {own_beat.step}"
     headline = f"timed out after {timeout_seconds:g} s{target}: {where}"
     headline += "" if missing else " and waited for each other"
     lines = [beat.describe(machine) for beat in late[:MAX_LISTED]]
@@ -289,11 +289,11 @@ def report_hang(
 
 
 def describe_stall(
-    own: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
+    own_beat: Heartbeat, beats: Sequence[Heartbeat], size: int, timeout_seconds: float
 ) -> str:
-    """Return one line about the workers that keep `own` waiting, given the others' beats."""
-    late = [beat for beat in beats if beat.collective != own.collective]
-    unseen = sorted(set(range(size)).difference(beat.rank for beat in [own, *beats]))
+    """Return one line about the workers that keep that of `own_beat` waiting, given the others'."""
+    late = [beat for beat in beats if beat.collective != own_beat.collective]
+    unseen = sorted(set(range(size)).difference(beat.rank for beat in [own_beat, *beats]))
     does = [
         f"{beat.name}, which is at step {beat.step} ({beat.collective or beat.activity})"
         for beat in late[:MAX_LISTED]
@@ -301,8 +301,9 @@ def describe_stall(
     if missing := [*(beat.rank for beat in late[MAX_LISTED:]), *unseen]:
         does.append(list_workers(missing))
     return (
-        f"stalled: worker {own.rank} has waited {own.seconds:.0f} s at step {own.step} while "
-        f"{own.collective}, for {' and '.join(does) or 'data lost in the network'}; "
+        f"stalled: worker {own_beat.rank} has waited {own_beat.seconds:.0f} s at step "
+        f"{own_beat.step} while {own_beat.collective}, "
+        f"for {' and '.join(does) or 'data lost in the network'}; "
         f"the run ends after timeout={timeout_seconds:g} s"
     )
 
@@ -324,6 +325,6 @@ def list_workers(ranks: Iterable[int]) -> str:
         runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
         ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
         names = [f"{first} to {last}" if first < last else str(first) for first, last in ends]
-    *most, last = names
-    several = f"workers {', '.join(most)} and {last}" if most else f"workers {last}"
+    *earlier, last = names
+    several = f"workers {', '.join(earlier)} and {last}" if earlier else f"workers {last}"
     return several if len(numbers) > 1 else f"worker {last}"

@@ -80,8 +80,8 @@ class StoreClient:
         """Return the value of a key, None if it has none."""
         if not self._request("check", [key]):
             return None
-        found = self._verified(key, self._request("get", key))
-        return None if found is None else _parse(found)
+        text = self._verified(key, self._request("get", key))
+        return None if text is None else _parse(text)
 
     def get_many(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of keys, None for those that have none.
@@ -122,12 +122,12 @@ class StoreClient:
 
     def put_first(self, key: str, value: Any) -> Any:
         """Set a value unless the key has one; return the current value."""
-        own, current = self._signed(key, value), b""
+        signed, current = self._signed(key, value), b""
         while True:
-            current = self._request("compare_set", key, current, own)
-            found = self._verified(key, current)  # None if it is to be replaced
-            if found is not None:
-                return _parse(found)
+            current = self._request("compare_set", key, current, signed)
+            text = self._verified(key, current)  # None if it is to be replaced
+            if text is not None:
+                return _parse(text)
 
     def count(self, key: str, amount: int = 1) -> int:
         """Increase a counter that starts at 0; return the result."""
@@ -152,8 +152,8 @@ class StoreClient:
 
     def _values(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of keys that are set, None for those without a valid signature."""
-        found = map(self._verified, keys, self._request("multi_get", list(keys)))
-        return [None if text is None else _parse(text) for text in found]
+        texts = map(self._verified, keys, self._request("multi_get", list(keys)))
+        return [None if text is None else _parse(text) for text in texts]
 
     def _signed(self, key: str, value: Any) -> str:
         text = json.dumps(value)
@@ -217,22 +217,22 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
     store, liveness, hosts_store = find(process, seconds)
     prefixed = PrefixStore(prefix, store)
     limit: float | None = None
-    own: Any = store
+    connection: Any = store
     client_store = prefixed
     if not isinstance(store, TokenStore) or not store.is_local:
         limit = max(seconds, CALL_SECONDS)
-        own = within(limit, store.clone)  # type: ignore[attr-defined]  # missing in stubs
-        client_store = PrefixStore(prefix, own)
+        connection = within(limit, store.clone)  # type: ignore[attr-defined]  # missing in stubs
+        client_store = PrefixStore(prefix, connection)
     client = StoreClient(
         client_store,
-        own
+        connection
         if liveness is None
         else liveness,  # between requests, it becomes readable only if it is closed
         hosts_store=hosts_store,
         seconds=limit,
         key=_store_key(),
         is_own=isinstance(store, TokenStore),
-        owns_liveness=in_group or own is not store,
+        owns_liveness=in_group or connection is not store,
     )
     return prefixed, client
 
@@ -352,16 +352,16 @@ def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str
     that confirmation, because earlier workers have exited. Raises `TimeoutError`.
     """
     rank, size = process.rank, process.world_size
-    own, others = os.urandom(16).hex(), range(1, size)
+    nonce, others = os.urandom(16).hex(), range(1, size)
     newest, joined, pauses = "", False, pauses_of(size)
     if rank == 0:
-        newest = f"{size}/{own}"  # workers of a round have the same world size
+        newest = f"{size}/{nonce}"  # workers of a round have the same world size
         client.put(ROUND, newest)
     deadline = time.monotonic() + seconds
     while True:
         if rank == 0:
             if size == 1 or client.has([f"{newest}/{other}" for other in others]):
-                client.put(f"{newest}/confirmed", own)
+                client.put(f"{newest}/confirmed", nonce)
                 return newest
             if client.get(ROUND) is None:  # a process without the token replaced it
                 client.put(ROUND, newest)
@@ -369,7 +369,7 @@ def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str
             current = client.get(ROUND)
             if current != newest and str(current).startswith(f"{size}/"):
                 newest = current
-                joined = client.put_first(f"{newest}/{rank}", own) == own
+                joined = client.put_first(f"{newest}/{rank}", nonce) == nonce
             if joined and client.get(f"{newest}/confirmed") is not None:
                 return newest
         if time.monotonic() > deadline:

@@ -113,12 +113,12 @@ class Watchdog(WorkerStatus):
         if not timed_out:
             details = self._call(self._describe_exits, RESPONSE_SECONDS)
             return no_response(self.rank, what, reason, details)
-        found = self._call(self._diagnose, DIAGNOSIS_SECONDS)
-        if isinstance(found, str):
-            return no_response(self.rank, what, reason, found)
+        diagnosis = self._call(self._diagnose, DIAGNOSIS_SECONDS)
+        if isinstance(diagnosis, str):
+            return no_response(self.rank, what, reason, diagnosis)
         details = "the store with their statuses is not responding either: check its host"
         unknown = no_response(self.rank, what, reason, details)
-        return found or HangError(str(unknown), is_retryable=True)
+        return diagnosis or HangError(str(unknown), is_retryable=True)
 
     def report_failure(self, error: BaseException) -> None:
         summary = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -203,9 +203,9 @@ class Watchdog(WorkerStatus):
             return
         if what := self.overdue(self._timeout_seconds):
             self.collective = what
-            found = self._diagnose()
-            os.write(2, f"samestep: {found}\n".encode(errors="replace"))
-            self._record_failure(found or f"its GPU did not complete the call: {what}")
+            diagnosis = self._diagnose()
+            os.write(2, f"samestep: {diagnosis}\n".encode(errors="replace"))
+            self._record_failure(diagnosis or f"its GPU did not complete the call: {what}")
 
     def _next_job(self) -> Callable[[], None] | None:
         checks = CHECKS if len(self._board.ranks) > 1 else 1
@@ -221,7 +221,7 @@ class Watchdog(WorkerStatus):
             self._board.write(asdict(self._heartbeat()))
             self._write_at = time.monotonic() + 0.9 * self._heartbeat_seconds
         if self._board.publishes(MISSED * self._heartbeat_seconds):
-            self._exchange_news()
+            self._sync_news()
         self._report_stall()
         news = self._board.news()
         if not self._finished:
@@ -232,7 +232,7 @@ class Watchdog(WorkerStatus):
             self._raise_alarm()
             self._publish()
 
-    def _exchange_news(self) -> None:
+    def _sync_news(self) -> None:
         """Publish the board if it is due, and read the alarm and the first failure."""
         now = time.monotonic()
         statuses = self._board.statuses()
@@ -314,16 +314,16 @@ class Watchdog(WorkerStatus):
         while time.monotonic() < deadline and self._failure is None:
             self._publish()
             if is_reporter:
-                known = {rank for rank, beat in beats.items() if self._is_explained(beat)}
-                beats |= self._heartbeats(known)
+                explained = {rank for rank, beat in beats.items() if self._is_explained(beat)}
+                beats |= self._heartbeats(explained)
                 if all(map(self._is_explained, beats.values())) and len(beats) == self._size - 1:
                     break
             time.sleep(ALARM_POLL_SECONDS)
         if self._failure is not None or not is_reporter:
             return self._failure
-        own, others = self._heartbeat(), [beat for _, beat in sorted(beats.items())]
-        report = report_hang(own, others, self._size, self._timeout_seconds)
-        self._publish_failure(f"{report.headline}; see the report of {own.name}")
+        own_beat, others = self._heartbeat(), [beat for _, beat in sorted(beats.items())]
+        report = report_hang(own_beat, others, self._size, self._timeout_seconds)
+        self._publish_failure(f"{report.headline}; see the report of {own_beat.name}")
         return HangError(report.text, is_retryable=report.is_retryable)
 
     def _is_explained(self, beat: Heartbeat) -> bool:
@@ -344,12 +344,12 @@ class Watchdog(WorkerStatus):
         causes = [f"likely cause: {beat.cause(self._machine)}" for beat in gone[:1]]
         return "; ".join([*workers, *causes])
 
-    def _heartbeats(self, known: Container[int] = ()) -> dict[int, Heartbeat]:
-        """Return the heartbeats of the other workers by rank, except those of `known` boards.
+    def _heartbeats(self, explained: Container[int] = ()) -> dict[int, Heartbeat]:
+        """Return other workers' heartbeats by rank, except of boards that are all `explained`.
 
         Workers that cannot open the board of their host publish their own.
         """
-        needed = [ranks for ranks in self._boards if any(rank not in known for rank in ranks)]
+        needed = [ranks for ranks in self._boards if any(rank not in explained for rank in ranks)]
         keys = [f"heartbeat/{ranks.start}" for ranks in needed if ranks != self._board.ranks]
         beats = _newest([*_listed(self._client.get_many(keys)), *self._board.statuses()])
         unseen = [rank for ranks in needed for rank in ranks if rank not in beats]
@@ -393,8 +393,8 @@ def _listed(values: Sequence[Any]) -> list[Any]:
 
 def _newest(statuses: Sequence[Mapping[str, Any]]) -> dict[int, Heartbeat]:
     """Return the newest heartbeat of each rank."""
-    found = (Heartbeat.read(status) for status in statuses)
-    beats = sorted((beat for beat in found if beat is not None), key=attrgetter("at"))
+    parsed = (Heartbeat.read(status) for status in statuses)
+    beats = sorted((beat for beat in parsed if beat is not None), key=attrgetter("at"))
     return {beat.rank: beat for beat in beats}
 
 
@@ -402,8 +402,8 @@ def _stack(thread: int) -> list[str]:
     """Return the stack of a thread: the user's own frames, and the innermost one."""
     # the only way to see another thread's frames
     frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001
-    shown = [*filter(_is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
-    return [text[:MAX_FRAME] for text in traceback.format_list(shown)]
+    relevant = [*filter(_is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
+    return [text[:MAX_FRAME] for text in traceback.format_list(relevant)]
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

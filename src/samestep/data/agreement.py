@@ -131,16 +131,16 @@ class DataCheck:
             self._pending[name] = {"where": f"{use.where} in epoch {epoch}", "plan": values}
 
     def note(self) -> dict[str, Any]:
-        """Return the JSON to send to all workers and to pass to `compare`."""
+        """Return the JSON to send to all workers and to pass to `compare_notes`."""
         return self._pending
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def compare(self, value: Any, what: str) -> list[Any]:
         """Return every worker's JSON value by rank, and compare what is pending."""
         notes, values = zip(*self._gather([self.note(), value], what), strict=True)
-        self.compare(notes)
+        self.compare_notes(notes)
         return list(values)
 
-    def compare(self, notes: Sequence[Mapping[str, Any]]) -> None:
+    def compare_notes(self, notes: Sequence[Mapping[str, Any]]) -> None:
         """Compare all workers' notes, by rank. Raises `DataError` on all workers."""
         reloads, self._pending, self._reloads = self._reloads, {}, {}
         for name in dict.fromkeys(name for note in notes for name in note):
@@ -155,34 +155,36 @@ class DataCheck:
                 self._raise(f"the data set of {where}", sizes)
             # all workers find the same, so all of them reload
             if _difference([entry["samples"] for entry in entries.values()]) is not None:
-                own = notes[self._rank].get(name)
-                loads = [] if own is None else [own["samples"], *reloads[name](LOADS)]
+                own_entry = notes[self._rank].get(name)
+                loads = [] if own_entry is None else [own_entry["samples"], *reloads[name](LOADS)]
                 self._confirm(where, first["indices"], loads)
 
     def _compare_plans(self, where: str, plans: Mapping[int, Mapping[str, str]]) -> None:
         names = dict.fromkeys(name for plan in plans.values() for name in plan)
-        differ = [name for name in names if len({one.get(name) for one in plans.values()}) > 1]
+        differ = [name for name in names if len({plan.get(name) for plan in plans.values()}) > 1]
         if differ:
-            found = {
+            values = {
                 rank: ", ".join(f"{name}={plan.get(name)}" for name in differ)
                 for rank, plan in plans.items()
             }
-            self._raise(f"the plan of {where}", found, PLAN_CAUSES)
+            self._raise(f"the plan of {where}", values, PLAN_CAUSES)
 
     def _confirm(self, where: str, indices: Sequence[int], loads: list[list[Sample]]) -> None:
         """Raise `DataError` if samples differ in parts that are the same in every load.
 
         Other parts are drawn from a generator that samestep does not seed.
         """
-        own = [_steady(some) for some in zip(*loads, strict=False)]
-        everyone = self._gather(own, "comparing samples")
-        steady = {rank: samples for rank, samples in enumerate(everyone) if samples}
+        own_samples = [_steady(sample_loads) for sample_loads in zip(*loads, strict=False)]
+        gathered = self._gather(own_samples, "comparing samples")
+        steady = {rank: samples for rank, samples in enumerate(gathered) if samples}
         difference = _difference(list(steady.values()))
         if difference is not None:
             number, part = difference
             parts = {rank: samples[number] or {} for rank, samples in steady.items()}
-            shown = {rank: _shown(some[part]) for rank, some in parts.items() if part in some}
-            self._raise(f"sample {indices[number]}{part} of the data set of {where}", shown)
+            texts = {
+                rank: _digest_text(sample[part]) for rank, sample in parts.items() if part in sample
+            }
+            self._raise(f"sample {indices[number]}{part} of the data set of {where}", texts)
         if where not in self._warned and self._rank == 0:
             logging.getLogger("samestep").warning(
                 "samples of the data set of %s differ between two loads with the same "
@@ -192,10 +194,10 @@ class DataCheck:
             )
         self._warned.add(where)
 
-    def _raise(self, what: str, found: Mapping[int, str], causes: str = CAUSES) -> NoReturn:
+    def _raise(self, what: str, values: Mapping[int, str], causes: str = CAUSES) -> NoReturn:
         hosts = self._gather(socket.gethostname(), "comparing data sets")
-        (first, value), *others = found.items()
-        rank, other = next(((rank, one) for rank, one in others if one != value), others[-1])
+        (first, value), *others = values.items()
+        rank, other = next(((rank, other) for rank, other in others if other != value), others[-1])
         raise DataError(
             f"workers have different data: {what} is {value} on worker {first} ({hosts[first]}) and"
             f" {other} on worker {rank} ({hosts[rank]}). {causes}"
@@ -214,19 +216,19 @@ def digest(sample: Any) -> dict[str, Digest]:
 
     They contain what is the same on all workers, not addresses and folders.
     """
-    found: dict[str, Digest] = {}
+    digests: dict[str, Digest] = {}
     waiting = deque([("", sample)])
-    while waiting and len(found) < PARTS:
+    while waiting and len(digests) < PARTS:
         path, value = waiting.popleft()
         inner = _parts(value)
         kind = type(value).__qualname__
         if inner is None:
-            found[path] = _digest(value, kind)
+            digests[path] = _digest(value, kind)
         else:
             names = [name for name, _ in inner]
-            found[path] = f"{kind} of {len(names)}, {_text(''.join(names[:PARTS]))}"
+            digests[path] = f"{kind} of {len(names)}, {_text(''.join(names[:PARTS]))}"
             waiting += [(path + name, part) for name, part in inner[:PARTS]]
-    return found
+    return digests
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
@@ -245,7 +247,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 def _is_long(values: Sequence[Any]) -> bool:
     """Return whether values are compared as one array: many numbers, such as tokens of a text."""
-    return len(values) > FEW and all(isinstance(one, (int, float)) for one in values)
+    return len(values) > FEW and all(isinstance(value, (int, float)) for value in values)
 
 
 def _name(name: Any) -> str:
@@ -279,19 +281,19 @@ def _tensor(tensor: torch.Tensor) -> Digest:
     kind = f"{tensor.dtype} {list(tensor.shape)}"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return kind
-    flat = _some(tensor.detach().reshape(-1)).cpu().resolve_conj().resolve_neg()
+    flat = _sampled(tensor.detach().reshape(-1)).cpu().resolve_conj().resolve_neg()
     return _array((flat.double() if flat.is_floating_point() else flat).numpy(), kind)
 
 
 def _array(array: NDArray[Any], kind: str) -> Digest:
     """Return the digest of an array, only its dtype and shape if it does not hold numbers."""
-    flat = _some(array.reshape(-1))
+    flat = _sampled(array.reshape(-1))
     if array.dtype.kind in "fc":
         return _number(np.stack([flat.real, flat.imag]) if array.dtype.kind == "c" else flat, kind)
     return f"{kind} {_hash(flat.tobytes())}" if array.dtype.kind in "biu" else kind
 
 
-def _some(flat: Any) -> Any:
+def _sampled(flat: Any) -> Any:
     return flat[:: max(1, -(-len(flat) // ELEMENTS))]
 
 
@@ -315,15 +317,15 @@ def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def _shown(value: Digest) -> str:
+def _digest_text(value: Digest) -> str:
     return value if isinstance(value, str) else f"{value[0]} with a weighted sum of {value[1]:.6g}"
 
 
-def _same(one: Digest, other: Digest) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    close = abs(one[1] - other[1]) <= TOLERANCE * max(one[2], other[2])
-    return bool(one[0] == other[0] and close)
+def _same(first: Digest, second: Digest) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second
+    close = abs(first[1] - second[1]) <= TOLERANCE * max(first[2], second[2])
+    return bool(first[0] == second[0] and close)
 
 
 def _steady(loads: Sequence[Sample]) -> Sample:

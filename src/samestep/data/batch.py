@@ -119,18 +119,20 @@ def samples_in(batch: Any, planned: int | None, where: str, *, is_exact: bool = 
     if planned in lengths:
         return planned
     if isinstance(batch, tuple):  # `inputs, targets` more likely than samples
-        own = _common_lengths(_parts(batch).values())
-        lengths = lengths if own is None else own
+        common_lengths = _common_lengths(_parts(batch).values())
+        lengths = lengths if common_lengths is None else common_lengths
     if len(lengths) == 1:
         return lengths.pop()
     if lengths:
-        found = f"it can be read as {' or '.join(map(str, sorted(lengths)))} samples"
+        problem = f"it can be read as {' or '.join(map(str, sorted(lengths)))} samples"
     else:
         named = {name: _lengths(part) for name, part in _parts(batch).items()}
-        shown = [f"{name!r}: {' or '.join(map(str, sorted(n)))}" for name, n in named.items() if n]
-        found = f"its parts have different lengths ({', '.join(shown)})"
+        part_lengths = [
+            f"{name!r}: {' or '.join(map(str, sorted(n)))}" for name, n in named.items() if n
+        ]
+        problem = f"its parts have different lengths ({', '.join(part_lengths)})"
     raise DataError(
-        f"the samples in {where} cannot be counted: {found}; pass count= with a function that"
+        f"the samples in {where} cannot be counted: {problem}; pass count= with a function that"
         " returns their number, for example count=lambda batch: len(batch[0])"
     )
 
@@ -162,8 +164,8 @@ def _parts(batch: Any) -> dict[Any, Any]:
 
 
 def _common_lengths(parts: Iterable[Any]) -> set[int] | None:
-    known = [lengths for lengths in map(_lengths, parts) if lengths is not None]
-    return set.intersection(*known) if known else None
+    length_sets = [lengths for lengths in map(_lengths, parts) if lengths is not None]
+    return set.intersection(*length_sets) if length_sets else None
 
 
 def _kind(part: Any) -> Any:
@@ -275,39 +277,39 @@ class LaneStream(Iterator[Any]):
 
     def __init__(self, make_stream: Callable[[int], Any], name: str, lane: int, seed: int) -> None:
         self._name, self._lane, self._seed = name, lane, seed
-        self._given = 0
+        self._yielded = 0
         with keyed(key(seed, f"stream {name}", lane)):
             self._source = make_stream(lane)
             self._items = iter(self._source)
         self._generators = ForeignGenerators(stream=self._source, items=self._items)
 
     def __next__(self) -> Any:
-        item_key = key(self._seed, f"stream {self._name}", self._lane, self._given)
+        item_key = key(self._seed, f"stream {self._name}", self._lane, self._yielded)
         try:
             item = self._generators.draw(item_key, partial(next, self._items), repeatable=False)
         except StopIteration:
             raise DataError(
                 f"stream {self._name!r} of lane {self._lane} must be endless, but ended after"
-                f" {self._given} items; repeat it inside make_stream"
+                f" {self._yielded} items; repeat it inside make_stream"
             ) from None
-        self._given += 1
+        self._yielded += 1
         return item
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of items so far, and the source's own state if it has one."""
         has_state = hasattr(self._source, "state_dict")
-        return {"given": self._given, "source": self._source.state_dict() if has_state else None}
+        return {"given": self._yielded, "source": self._source.state_dict() if has_state else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
         if state["source"] is None:
-            while self._given < state["given"]:
+            while self._yielded < state["given"]:
                 next(self)
         else:
             self._source.load_state_dict(state["source"])
             self._items = iter(self._source)  # many sources read their state when iteration starts
             self._generators = ForeignGenerators(stream=self._source, items=self._items)
-            self._given = state["given"]
+            self._yielded = state["given"]
 
 
 def stream_batches(

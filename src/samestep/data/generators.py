@@ -116,24 +116,24 @@ class ForeignGenerators:
         states: dict[int, tuple[Any, Any]] = {}
         try:
             for reference in self._references:
-                found = reference.value()
-                if found is None or id(found) in states:
+                generator = reference.value()
+                if generator is None or id(generator) in states:
                     continue
-                if not isinstance(found, KINDS):
-                    states[id(found)] = found, None
-                    method = seed_method(found)
+                if not isinstance(generator, KINDS):
+                    states[id(generator)] = generator, None
+                    method = seed_method(generator)
                     if method is not None:
                         method(key(value, reference.name) % 2**32)
-                elif can_seed(found):
-                    states[id(found)] = found, get_state(found)
-                    seed(found, key(value, reference.name))
+                elif can_seed(generator):
+                    states[id(generator)] = generator, get_state(generator)
+                    seed(generator, key(value, reference.name))
                 else:
                     observe(kind="unseeded", name=reference.name)
             yield
         finally:
-            for found, state in states.values():
+            for generator, state in states.values():
                 if state is not None:
-                    set_state(found, state)
+                    set_state(generator, state)
 
 
 def find(**roots: Any) -> list[Reference]:
@@ -143,7 +143,7 @@ def find(**roots: Any) -> list[Reference]:
     references, because any of them may get another generator later.
     """
     shared = _global_generators()
-    found, seen = [], {}  # holds objects, because the id of a freed one may be used again
+    references, seen = [], {}  # holds objects, because the id of a freed one may be used again
     queue = deque(Reference(name, getitem, roots, name) for name in roots)
     for _ in range(MOST_OBJECTS):
         if not queue:
@@ -153,7 +153,7 @@ def find(**roots: Any) -> list[Reference]:
         if isinstance(value, _PLAIN) or id(value) in shared:
             continue
         if isinstance(value, KINDS):
-            found.append(reference)
+            references.append(reference)
             continue
         if id(value) in seen:
             continue
@@ -161,8 +161,8 @@ def find(**roots: Any) -> list[Reference]:
         parts = list(_parts(reference.name, value)) if len(queue) < MOST_OBJECTS else []
         queue += parts
         if seed_method(value) and not any(isinstance(part.value(), KINDS) for part in parts):
-            found.append(reference)
-    return found
+            references.append(reference)
+    return references
 
 
 def seed(generator: Any, value: int) -> None:
@@ -270,17 +270,17 @@ def _entries(name: str, value: Any) -> Iterator[Reference]:
     kind: Any = next(kind for kind in (dict, list, tuple, deque) if isinstance(value, kind))
     entries = dict.keys(value) if kind is dict else range(kind.__len__(value))
     for number, entry in enumerate(islice(entries, MOST_ENTRIES)):
-        shown = repr(entry) if isinstance(entry, (str, int)) else number
-        yield Reference(f"{name}[{shown}]", kind.__getitem__, value, entry)
+        label = repr(entry) if isinstance(entry, (str, int)) else number
+        yield Reference(f"{name}[{label}]", kind.__getitem__, value, entry)
 
 
 def _attributes(name: str, value: Any) -> Iterator[Reference]:
     if isinstance(value, torch.nn.Module):
         for child in value._modules:  # noqa: SLF001  named_children skips a second occurrence
             yield Reference(f"{name}.{child}", getitem, value._modules, child)  # noqa: SLF001
-    own = _own_dict(value)
-    for attribute in islice(own, MOST_ENTRIES):
-        yield Reference(f"{name}.{attribute}", getitem, own, attribute)
+    attributes = _own_dict(value)
+    for attribute in islice(attributes, MOST_ENTRIES):
+        yield Reference(f"{name}.{attribute}", getitem, attributes, attribute)
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
@@ -294,10 +294,10 @@ def _attributes(name: str, value: Any) -> Iterator[Reference]:
 
 def _own_dict(value: Any) -> dict[str, Any]:
     try:
-        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return own if isinstance(own, dict) else {}
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:

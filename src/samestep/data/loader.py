@@ -100,12 +100,12 @@ class Fetcher(Dataset[Any]):
                 return [tensor.index_select(0, indices) for tensor in self._tensors]
             return self._generators.draw(request.key, lambda: self._collated(request))
         except Exception as error:
-            shown = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
+            first_indices = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
             more = ", …" if len(request.indices) > SHOWN_INDICES else ""
             # a traceback cannot be sent from a loader process, so the message contains it
             text = (
                 f"loading {request.where} failed: {type(error).__name__}: {error}\n"
-                f"sample indices [{shown}{more}]\n{traceback.format_exc()}"
+                f"sample indices [{first_indices}{more}]\n{traceback.format_exc()}"
             )
             if get_worker_info() is not None:
                 return Failure.of(text, error)
@@ -124,10 +124,12 @@ class Fetcher(Dataset[Any]):
         for _ in range(request.compared_loads):
             loads.append([])
             for index in request.indices:
-                one, sample = request._replace(indices=[index]), None
+                sample_request, sample = request._replace(indices=[index]), None
                 if loads == [[]] or time.monotonic() < end:
                     with suppress(Exception):  # its batch will raise the error
-                        sample = self._generators.draw(request.key, partial(self._digest, one))
+                        sample = self._generators.draw(
+                            request.key, partial(self._digest, sample_request)
+                        )
                 loads[-1].append(sample)
         return loads
 

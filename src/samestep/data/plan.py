@@ -123,23 +123,23 @@ class WeightedPlan(ShuffledPlan):
 
     def __post_init__(self, weights: ArrayLike) -> None:
         super().__post_init__()
-        given = checked_array(weights, "weights", "numbers", "biuf").astype(np.float64)
-        if len(given) != self.size:
+        array = checked_array(weights, "weights", "numbers", "biuf").astype(np.float64)
+        if len(array) != self.size:
             raise DataError(
-                f"weights has {len(given)} entries for {self.size} samples; pass one weight per"
+                f"weights has {len(array)} entries for {self.size} samples; pass one weight per"
                 " sample"
             )
-        low, high = given.min(), given.max()
+        low, high = array.min(), array.max()
         if not (low >= 0 and high < np.inf):
-            index = int(np.argmin((given >= 0) & (given < np.inf)))
+            index = int(np.argmin((array >= 0) & (array < np.inf)))
             raise DataError(
                 "weights must be finite numbers of at least 0, "
-                f"got {given[index]} for sample {index}"
+                f"got {array[index]} for sample {index}"
             )
         if high == 0:
             raise DataError("weights are all 0; at least one sample needs a larger weight")
-        given /= high  # the sum is then 1 to `size`
-        self._cumulative = np.cumsum(given, out=given)
+        array /= high  # the sum is then 1 to `size`
+        self._cumulative = np.cumsum(array, out=array)
         self._digest = array_digest(self._cumulative)
 
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
@@ -175,8 +175,8 @@ class OrderedPlan(ShuffledPlan):
                     " lambda epoch: numpy.random.default_rng(epoch).permutation(100)"
                 )
         else:
-            given = _checked(order, "order", self.size)
-            self._read = lambda _: given
+            indices_and_digest = _checked(order, "order", self.size)
+            self._read = lambda _: indices_and_digest
         self._length = len(self._read(0)[0])
         super().__post_init__()
 
@@ -246,11 +246,11 @@ class ChunkedPlan(Plan):
         chunks = int(self._first_chunk[-1])
         start, stop = step * self._chunks_per_step, min((step + 1) * self._chunks_per_step, chunks)
         if self.shuffle:
-            taken = _order(chunks, self.seed, "chunks", epoch).span(start, stop)
+            chunk_numbers = _order(chunks, self.seed, "chunks", epoch).span(start, stop)
         else:
-            taken = np.arange(start, stop)
-        groups = np.searchsorted(self._first_chunk, taken, side="right") - 1
-        return groups, (taken - self._first_chunk[groups]) * self._chunk[groups]
+            chunk_numbers = np.arange(start, stop)
+        groups = np.searchsorted(self._first_chunk, chunk_numbers, side="right") - 1
+        return groups, (chunk_numbers - self._first_chunk[groups]) * self._chunk[groups]
 
 
 @dataclass(kw_only=True)
@@ -285,22 +285,22 @@ class TokenPlan(ChunkedPlan):
     def __post_init__(self, lengths: ArrayLike) -> None:
         self._check()
         check_positive("max_tokens", self.max_tokens, "for each lane batch, with its padding")
-        given = checked_array(lengths, "lengths", "whole numbers", "iu")
-        if len(given) != self.size:
+        array = checked_array(lengths, "lengths", "whole numbers", "iu")
+        if len(array) != self.size:
             raise DataError(
-                f"lengths has {len(given)} entries for {self.size} samples; pass the number of"
+                f"lengths has {len(array)} entries for {self.size} samples; pass the number of"
                 " tokens of each sample"
             )
-        if (low := given.min()) < 1:
-            sample = int(given.argmin())
+        if (low := array.min()) < 1:
+            sample = int(array.argmin())
             raise DataError(f"lengths must be at least 1, got {low} for sample {sample}")
-        if (high := given.max()) > self.max_tokens:
+        if (high := array.max()) > self.max_tokens:
             raise DataError(
-                f"sample {int(given.argmax())} has {high} tokens, more than"
+                f"sample {int(array.argmax())} has {high} tokens, more than"
                 f" max_tokens={self.max_tokens}; increase max_tokens, or truncate or leave out"
                 " longer samples"
             )
-        negative = -given.astype(np.int64)
+        negative = -array.astype(np.int64)
         self._digest = array_digest(negative)
         order = np.argsort(negative, kind="stable")
         negative = negative[order]  # ascending, as searchsorted needs
@@ -360,16 +360,16 @@ def _call(
     """Return the checked indices of an epoch, and their digest."""
     try:
         with keyed(key(seed, "order", epoch)):
-            given = order(epoch)
+            indices = order(epoch)
     except Exception as error:
         message = f"order({epoch}) failed: {type(error).__name__}: {error}"
         raise DataError(message) from error
-    return _checked(given, f"order({epoch})", size)
+    return _checked(indices, f"order({epoch})", size)
 
 
-def _checked(given: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
+def _checked(values: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
     """Return indices as a read-only copy and their digest; raise `DataError` for unusable ones."""
-    array = checked_array(given, name, "whole numbers", "iu")
+    array = checked_array(values, name, "whole numbers", "iu")
     outside = (array < 0) | (array >= size)
     if outside.any():
         position = int(outside.argmax())
@@ -382,18 +382,18 @@ def _checked(given: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
     return indices, array_digest(indices)
 
 
-def checked_array(given: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
+def checked_array(values: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
     """Return a one-dimensional array of one of the kinds of dtype; raise `DataError` for others."""
     expected = f"{name} must be a one-dimensional list, array or tensor of {of}"
     try:
-        array = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError) as error:
         raise DataError(f"{expected}: {error}") from None
     if array.ndim == 1 and not len(array):
         raise DataError(f"{name} is empty; {expected}, with at least one")
     if array.ndim != 1 or array.dtype.kind not in kinds:
         shape = f" of {array.dtype} {list(array.shape)}" if array.ndim else ""
-        raise DataError(f"{expected}, got {type(given).__name__}{shape}")
+        raise DataError(f"{expected}, got {type(values).__name__}{shape}")
     return array
 
 

@@ -74,8 +74,8 @@ def generators_restored() -> Iterator[None]:
             yield
         finally:
             random.setstate(state)
-            for generator, own in zip(generators, states, strict=True):
-                generator.set_state(own)
+            for generator, generator_state in zip(generators, states, strict=True):
+                generator.set_state(generator_state)
 
 
 @contextmanager

@@ -127,10 +127,10 @@ class ShardPlan(ShuffledPlan):
         offsets = numbers - starts[places]
         # lanes share the shards at their ends, of which each gets random samples
         for end_place in set(np.searchsorted(starts, [begin, end - 1], side="right") - 1):
-            shard, there = int(shards[end_place]), places == end_place
-            if there.any():
+            shard, is_in_shard = int(shards[end_place]), places == end_place
+            if is_in_shard.any():
                 order = _order(int(self._sizes[shard]), self.seed, "shard", epoch, shard)
-                offsets[there] = order[offsets[there]]
+                offsets[is_in_shard] = order[offsets[is_in_shard]]
         return self._first_sample[shards[places]] + offsets
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
@@ -261,16 +261,16 @@ class ShardedDataset(Dataset[Any]):
         name, size = self._names[shard], int(self.sizes[shard])
         try:
             samples = self._read(path)
-            found = len(samples)
+            sample_count = len(samples)
         except Exception as error:
             raise DataError(
                 f"cannot read shard {name}: {type(error).__name__}: {error}; check that it is"
                 " complete and in the format that read expects"
             ) from error
-        if found != size:
+        if sample_count != size:
             _close(samples)
             raise DataError(
-                f"shard {name} has {found} samples, expected {size}; it is truncated or was"
+                f"shard {name} has {sample_count} samples, expected {size}; it is truncated or was"
                 " replaced: write it again, or pass its new number of samples"
             )
         return samples
@@ -365,22 +365,22 @@ class ShardStream:
         shard, sample = self._next = tuple(state["next"])
         places: list[Place] = list(map(tuple, state["buffer"].tolist()))
         stops = {number: 1 + last for number, last in sorted(places)} | {shard: sample}
-        found: dict[Place, Any] = {}
+        samples_by_place: dict[Place, Any] = {}
         wanted = set(places)
         for number, stop in stops.items():
             samples = self._samples_of(number)
             for index in range(stop):
-                one = next(samples, _END)
-                if one is _END:
+                loaded_sample = next(samples, _END)
+                if loaded_sample is _END:
                     raise DataError(
                         f"shard {self._shard(number)} has fewer samples than before the resume;"
                         " restore it"
                     )
                 if (number, index) in wanted:
-                    found[number, index] = one
+                    samples_by_place[number, index] = loaded_sample
             if number == shard:
                 self._samples = samples
-        self._buffer = [(place, found[place]) for place in places]
+        self._buffer = [(place, samples_by_place[place]) for place in places]
 
     def _draw(self) -> Any:
         """Return a random sample of the buffer."""
@@ -468,14 +468,14 @@ class ShardCache:
                         data = storage.read(name, start, min(start + CHUNK_BYTES, size))
                         checksum.update(data)
                         file.write(data)
-                found = f"{size} {checksum.hexdigest()}".encode()
+                size_and_checksum = f"{size} {checksum.hexdigest()}".encode()
                 noted = _noted(lock)
-                if noted not in {None, found}:
+                if noted not in {None, size_and_checksum}:
                     raise DataError(
                         f"shard {url} has changed since it was first fetched; restore it, or use"
                         f" another cache_dir than {self._directory} for the new data"
                     )
-                os.pwrite(lock, found, 0)
+                os.pwrite(lock, size_and_checksum, 0)
                 sync(temporary)
                 temporary.replace(path)
         except (StorageError, OSError) as error:
@@ -506,16 +506,16 @@ class ShardCache:
         """
         # A list of a folder may lack a file that is renamed meanwhile: NAME.tmp to NAME.
         listed = {path.name for _ in range(2) for path in self._directory.iterdir()}
-        found = []
+        copies = []
         for name in {name.removesuffix(".tmp") for name in listed}:
             for path in (self._directory / f"{name}.tmp", self._directory / name):
                 if path.is_file():
                     with suppress(FileNotFoundError):
                         status = path.stat()
-                        found.append((status.st_mtime_ns, status.st_size, name))
+                        copies.append((status.st_mtime_ns, status.st_size, name))
                         break
-        total = sum(size for _, size, _ in found)
-        for _, size, name in sorted(found):
+        total = sum(size for _, size, _ in copies)
+        for _, size, name in sorted(copies):
             if total <= limit:
                 break
             with (

@@ -177,8 +177,8 @@ class Trainer(transformers.Trainer):
         run, args, handler = self.run, self.args, self.callback_handler
         loader = self.get_train_dataloader()
         samples, batch_size = size_of(loader.dataset), args.train_batch_size * run.lanes
-        whole, rest = divmod(samples, batch_size)
-        per_epoch = max(1, whole + (rest > 0 and not args.dataloader_drop_last))
+        full_steps, rest = divmod(samples, batch_size)
+        per_epoch = max(1, full_steps + (rest > 0 and not args.dataloader_drop_last))
         max_steps = args.max_steps
         if max_steps <= 0:
             max_steps = math.ceil(args.num_train_epochs * per_epoch)
@@ -302,7 +302,7 @@ class Trainer(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate each sample once; `compute_metrics` runs on rank 0 with all predictions."""
-        run, args, given = self.run, self.args, self.args.include_for_metrics
+        run, args, included = self.run, self.args, self.args.include_for_metrics
         if prediction_loss_only is None:
             prediction_loss_only = args.prediction_loss_only
         self.callback_handler.eval_dataloader = dataloader
@@ -311,7 +311,7 @@ class Trainer(transformers.Trainer):
             items, samples = self.count_items(inputs), find_batch_size(inputs)
             main = (
                 inputs[getattr(model, "main_input_name", "input_ids")]
-                if "inputs" in given
+                if "inputs" in included
                 else None
             )
             loss, logits, labels = self.prediction_step(
@@ -349,16 +349,20 @@ class Trainer(transformers.Trainer):
             _joined([getattr(block, name) for block in blocks])
             for name in ("logits", "labels", "inputs")
         )
-        losses = [(float(one.loss), one) for one in blocks if one.loss is not None]
+        losses = [(float(block.loss), block) for block in blocks if block.loss is not None]
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None and labels is not None:
-            given: dict[str, Any] = {}
+            optional_fields: dict[str, Any] = {}
             if "inputs" in self.args.include_for_metrics:
-                given["inputs"] = inputs
+                optional_fields["inputs"] = inputs
             if "loss" in self.args.include_for_metrics:
-                values, samples = zip(*((loss, one.samples) for loss, one in losses), strict=True)
-                given["losses"] = np.repeat(values, samples)
-            prediction = EvalPrediction(predictions=predictions, label_ids=labels, **given)
+                values, samples = zip(
+                    *((loss, block.samples) for loss, block in losses), strict=True
+                )
+                optional_fields["losses"] = np.repeat(values, samples)
+            prediction = EvalPrediction(
+                predictions=predictions, label_ids=labels, **optional_fields
+            )
             metrics = denumpify_detensorize(self.compute_metrics(prediction))
         if losses:
             # the loss of a block without items is NaN
@@ -393,7 +397,9 @@ class Trainer(transformers.Trainer):
             "total_loss": self._total_loss_scalar,
             "last_logged": self._globalstep_last_logged,
             "stopped": self.control.should_training_stop and state.global_step < state.max_steps,
-            "callbacks": [dict(one.state()["attributes"]) for one in self._stateful_callbacks()],
+            "callbacks": [
+                dict(callback.state()["attributes"]) for callback in self._stateful_callbacks()
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -413,7 +419,11 @@ class Trainer(transformers.Trainer):
             vars(callback).update(attributes)
 
     def _stateful_callbacks(self) -> list[Any]:
-        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return [
+            callback
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, ExportableState)
+        ]
 
 
 class BlockOutput(NamedTuple):

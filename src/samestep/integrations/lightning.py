@@ -133,7 +133,9 @@ class Trainer:
         self._logged: dict[str, Any] | None = None  # of one lane or block; None: between them
         self._of_epoch: set[str] = set()  # names of training_step that are also logged per epoch
         self._sums: dict[str, list[float]] = {}  # of this epoch, with the number of samples
-        self._metrics = [one for one in module.modules() if isinstance(one, Metric)]
+        self._metrics = [
+            submodule for submodule in module.modules() if isinstance(submodule, Metric)
+        ]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -189,7 +191,7 @@ class Trainer:
     def _equal(self, name: str, value: float) -> float:
         """Return the value that a hook logs. Raises `ConfigError` if it differs between workers."""
         values = self._run.all_gather(value)
-        if len({repr(one) for one in values}) > 1:
+        if len({repr(worker_value) for worker_value in values}) > 1:
             raise ConfigError(
                 f"self.log({name!r}) in a hook got different values on workers, {values}, because "
                 "each of them has seen only its own samples; log it in training_step or "
@@ -212,8 +214,8 @@ class Trainer:
         """Train to the last epoch."""
         run, module = self._run, self._module
         dataset, batch_size, options = _data(training, "train_dataloader")
-        whole, rest = divmod(size_of(dataset), batch_size)
-        per_epoch = self.num_training_batches = whole + (rest > 0 and not options["drop_last"])
+        full_steps, rest = divmod(size_of(dataset), batch_size)
+        per_epoch = self.num_training_batches = full_steps + (rest > 0 and not options["drop_last"])
         if validation is not None:
             _data(validation, "val_dataloader")
         module.to(run.device)
@@ -243,7 +245,7 @@ class Trainer:
             optimizer.zero_grad()
             self.global_step = loop.step
             self._check_metrics("training_step", IN_TRAINING)
-            samples = batch_size if index < whole else rest
+            samples = batch_size if index < full_steps else rest
             for name, mean in means.items():
                 total, earlier = self._sums.get(name, (0.0, 0))
                 self._sums[name] = [total + mean * samples, earlier + samples]

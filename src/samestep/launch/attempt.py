@@ -134,11 +134,15 @@ class WorkerFailure:
 
 def _formatted(error: BaseException, trace: TracebackType | None) -> str:
     """Return a traceback, which ends at the user's line if samestep raised the error."""
-    found = traceback.TracebackException(type(error), error, trace)
+    captured = traceback.TracebackException(type(error), error, trace)
     if isinstance(error, SamestepError):
-        users = [n for n, frame in enumerate(found.stack, 1) if not frame.filename.startswith(OWN)]
-        found.stack = traceback.StackSummary.from_list(found.stack[: users[-1] if users else None])
-    return "".join(found.format())
+        users = [
+            n for n, frame in enumerate(captured.stack, 1) if not frame.filename.startswith(OWN)
+        ]
+        captured.stack = traceback.StackSummary.from_list(
+            captured.stack[: users[-1] if users else None]
+        )
+    return "".join(captured.format())
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,9 @@ class Attempt:
     @property
     def first_failure(self) -> WorkerFailure | None:
         """The earliest failure that is known, primary failures first."""
-        return min(self.failures, key=lambda one: (one.is_secondary, one.at), default=None)
+        return min(
+            self.failures, key=lambda failure: (failure.is_secondary, failure.at), default=None
+        )
 
     @property
     def busy_nodes(self) -> list[Node]:

@@ -59,8 +59,8 @@ class Nodes:
     @classmethod
     def read(cls, text: str) -> Nodes:
         """Read N or MIN:MAX. Raises `ConfigError`."""
-        found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
-        nodes = found and cls(int(found[1]), int(found[2] or found[1]))
+        match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
+        nodes = match and cls(int(match[1]), int(match[2] or match[1]))
         if not nodes or not 1 <= nodes.min_nodes <= nodes.max_nodes:
             raise ConfigError(
                 f"--nodes must be a number of hosts such as 2, or a range such as 1:4; got {text}"
@@ -161,11 +161,11 @@ def parse_hosts(text: str, name: str) -> list[Host]:
         if not content:
             continue
         where = f"{name}, line {number}"
-        found = HOST_LINE.fullmatch(content)
-        if not found:
+        match = HOST_LINE.fullmatch(content)
+        if not match:
             expected = "expected HOST or HOST workers=N, as in node1 workers=4"
             raise ConfigError(f"{where}: {expected}; got {content[:100]!r}")
-        host = Host(found["name"], int(found["workers"]) if found["workers"] else None)
+        host = Host(match["name"], int(match["workers"]) if match["workers"] else None)
         if host.address in lines:
             first = f"has the same host as line {lines[host.address]}"
             raise ConfigError(f"{where}: {content[:100]!r} {first}; list each host once")

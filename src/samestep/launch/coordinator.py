@@ -183,7 +183,7 @@ class Coordinator(StoreServer):
     def _differences(self, settings: Message) -> str:
         """Describe settings of a host that differ from the first host's, "" for none."""
         return "; ".join(
-            f"{name} must be {own!r} as on the first host, got {settings.get(name)!r}"
-            for name, own in self._config.settings.items()
-            if settings.get(name) != own
+            f"{name} must be {expected!r} as on the first host, got {settings.get(name)!r}"
+            for name, expected in self._config.settings.items()
+            if settings.get(name) != expected
         )

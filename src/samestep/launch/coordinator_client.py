@@ -225,12 +225,12 @@ class CoordinatorClient:
     def _join_once(self) -> Link:
         """Begin or continue this host's session. Raises `OSError`; `LaunchError` if refused."""
         received = self._delivery.received if self._has_joined else None
-        own = {"as": "host", "name": socket.gethostname(), "session": self._session}
+        identity = {"as": "host", "name": socket.gethostname(), "session": self._session}
         # half for each part, so that workers end in time
         seconds = min(HELLO_SECONDS, max(MIN_SECONDS, (self._lost_at - time.monotonic()) / 2))
         try:
             link = Link(self._spec.master, self._spec.token, seconds)
-            answer = link.hello({**own, "received": received, **self._hello}, seconds)
+            answer = link.hello({**identity, "received": received, **self._hello}, seconds)
         except WorldError as error:
             raise LaunchError(f"this host cannot join at {self._name}: {error}") from error
         if "refused" in answer:

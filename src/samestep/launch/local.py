@@ -243,25 +243,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
 
 
-def late_options(given: argparse.Namespace) -> str:
+def late_options(arguments: argparse.Namespace) -> str:
     """Return a sentence about options of samestep that came after the script, "" if none did.
 
     An option that was also given before the script is the script's own.
     """
-    actions = given.parser._option_string_actions  # noqa: SLF001  argparse has no public way
-    words = list(itertools.takewhile(lambda word: word != "--", given.arguments))
+    actions = arguments.parser._option_string_actions  # noqa: SLF001  argparse has no public way
+    words = list(itertools.takewhile(lambda word: word != "--", arguments.arguments))
     late = []
     for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag = "-n" if re.fullmatch("-n[0-9]+", word) else word.partition("=")[0]
         action = actions.get(flag)
-        if action is not None and getattr(given, action.dest, None) in {None, action.default}:
+        if action is not None and getattr(arguments, action.dest, None) in {None, action.default}:
             has_value = flag == word and action.nargs != 0 and not value.startswith("-")
             late.append(f"{word} {value}" if has_value and value else word)
     if not late:
         return ""
     return (
-        f"{' '.join(late)} came after {given.script}, which gets all arguments after it; options "
-        f"of samestep come before: samestep run {' '.join(late)} {given.script}"
+        f"{' '.join(late)} came after {arguments.script}, which gets all arguments after it; "
+        f"options of samestep come before: samestep run {' '.join(late)} {arguments.script}"
     )
 
 
@@ -294,8 +294,8 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def choose_gpus(text: str) -> None:
     """Make only these of the visible GPUs visible to workers. Raises `ConfigError`."""
     numbers = [int(number) for number in re.findall(r"[0-9]+", text)]
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = list(map(str, range(MAX_GPUS))) if given is None else given.split(",")
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(MAX_GPUS))) if devices is None else devices.split(",")
     are_different = (
         bool(numbers) and text == ",".join(map(str, numbers)) and len(set(numbers)) == len(numbers)
     )
@@ -303,7 +303,7 @@ def choose_gpus(text: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
         if count_gpus() == len(numbers):
             return
-    visible = "" if given is None else f" with CUDA_VISIBLE_DEVICES={given}"
+    visible = "" if devices is None else f" with CUDA_VISIBLE_DEVICES={devices}"
     raise ConfigError(
         f"--gpus must be different numbers of GPUs of this host, such as 0,1, got {text}{visible}; "
         "nvidia-smi lists the GPUs"
@@ -341,8 +341,10 @@ def worker_count(asked: int | str | None, gpus: int | None, options: Mapping[str
         return 1 if asked is None else int(asked)
     config = merge({}, {**os.environ, **_variables(options)}, is_complete=False)
     devices = config.devices if isinstance(config.devices, int) else len(config.devices)
-    found = 0 if config.device == "cpu" else count_gpus() if gpus is None else gpus
-    count = max(1, found // devices if found else usable_cores() // (devices * config.threads))
+    available = 0 if config.device == "cpu" else count_gpus() if gpus is None else gpus
+    count = max(
+        1, available // devices if available else usable_cores() // (devices * config.threads)
+    )
     return min(count, config.lanes or count)
 
 

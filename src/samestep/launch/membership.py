@@ -74,10 +74,10 @@ class Membership:
             node.trusted_at = node.joined_at + min(
                 PROBATION_SECONDS * 2 ** (losses - 1), FORGET_SECONDS
             )
-        taken = {other.name for other in self._nodes}
-        if node.name in taken:
+        used_names = {other.name for other in self._nodes}
+        if node.name in used_names:
             names = (f"{node.name} ({number})" for number in itertools.count(2))
-            node.name = next(name for name in names if name not in taken)
+            node.name = next(name for name in names if name not in used_names)
         node.last_seen = node.joined_at
         self._nodes.insert(0 if node.leads else len(self._nodes), node)
         self._log(f"host {node.name} joined with {node.max_workers} workers: {self._present()}")

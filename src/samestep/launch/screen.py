@@ -147,8 +147,8 @@ def terminal_variables() -> dict[str, str]:
         if sys.stderr.isatty():
             size = os.get_terminal_size(sys.stderr.fileno())
             sizes = {"COLUMNS": size.columns, "LINES": size.lines}
-            known = {name: str(number) for name, number in sizes.items() if number > 0}
-            return {TERMINAL: "1", **known}
+            positive = {name: str(number) for name, number in sizes.items() if number > 0}
+            return {TERMINAL: "1", **positive}
     except (OSError, ValueError, AttributeError):  # closed or None
         pass
     return {TERMINAL: ""}

@@ -63,8 +63,8 @@ def run_on_hosts(
     timeout = merge(options, environment, is_complete=False).grace_period + EXIT_SECONDS
     master = arguments.master or write_address(hosts[0].address, secrets.choice(PORTS))
     common = ["--nodes", str(nodes), "--master", master, f"--mode={arguments.mode}"]
-    given = {option.name: getattr(arguments, option.name) for option in fields(Config)}
-    common += [f"{flag_name(name)}={text}" for name, text in given.items() if text is not None]
+    texts = {option.name: getattr(arguments, option.name) for option in fields(Config)}
+    common += [f"{flag_name(name)}={text}" for name, text in texts.items() if text is not None]
     common += [] if arguments.gpus is None else [f"--gpus={arguments.gpus}"]
     script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     names = [name for name in environment if name == "PYTHONPATH" or name.startswith(PREFIX)]

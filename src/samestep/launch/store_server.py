@@ -233,8 +233,8 @@ class StoreServer:
     async def _authenticate(self, peer: StoreConnection, writer: asyncio.StreamWriter) -> Message:
         waiting = self._unauthenticated
         if len(waiting) >= self._max_unauthenticated:
-            ((most, _),) = Counter(waiting.values()).most_common(1)
-            next(other for other, address in waiting.items() if address == most).transport.abort()
+            ((busy, _),) = Counter(waiting.values()).most_common(1)
+            next(other for other, address in waiting.items() if address == busy).transport.abort()
         waiting[writer] = _address(writer)
         try:
             return await asyncio.wait_for(peer.authenticate(self._token), self._hello_seconds)

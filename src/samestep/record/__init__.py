@@ -161,12 +161,14 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
 def _summary(workers: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the means and quantiles of each part, to 6 digits, and the rank of the slowest."""
     parts = {name: [worker.get(name, 0.0) for worker in workers] for name in PARTS}
-    own = [worker.get(OWN, 0.0) for worker in workers]
+    own_seconds = [worker.get(OWN, 0.0) for worker in workers]
     return {
         "count": len(workers),
         "mean": {name: _short(sum(values) / len(values)) for name, values in parts.items()},
-        "quantiles": {name: _quantiles(values) for name, values in {**parts, OWN: own}.items()},
-        "slowest": own.index(max(own)),
+        "quantiles": {
+            name: _quantiles(values) for name, values in {**parts, OWN: own_seconds}.items()
+        },
+        "slowest": own_seconds.index(max(own_seconds)),
     }
 
 

@@ -155,10 +155,10 @@ def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _check_format(event: dict[str, Any]) -> None:
     is_start = any(event.get("event") == kind for kind in ("started", "resumed"))
-    found = event.get("format") if is_start else None
-    if isinstance(found, int) and found > FORMAT:
+    record_format = event.get("format") if is_start else None
+    if isinstance(record_format, int) and record_format > FORMAT:
         raise RecordError(
-            f"the record must have format {FORMAT} or less, got {found}; install samestep "
+            f"the record must have format {FORMAT} or less, got {record_format}; install samestep "
             f"{event.get('samestep', '')!s:.20} or newer to read it"
         )
 

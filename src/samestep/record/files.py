@@ -82,14 +82,14 @@ class DirectoryLock:
         holder = self._holder()
         if holder and not (locked and holder.get("boot") == boot()):
             self._wait_for_heartbeat(holder)
-        own = {
+        this_process = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "boot": boot(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(own).encode(), 0)
+        os.pwrite(self._file, json.dumps(this_process).encode(), 0)
         with suppress(OSError):  # not all file systems can
             os.fsync(self._file)  # other hosts may see what was written only after that
 
@@ -105,10 +105,10 @@ class DirectoryLock:
     def _holder(self) -> dict[str, Any]:
         """Return what the file says about its run; nothing if that run ended."""
         try:
-            found = json.loads(os.pread(self._file, 4096, 0))
+            holder = json.loads(os.pread(self._file, 4096, 0))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return holder if isinstance(holder, dict) else {}
 
     def _wait_for_heartbeat(self, holder: dict[str, Any]) -> None:
         """Raise `RecordError` if a run on another host touches the file."""
@@ -214,12 +214,12 @@ class LocalFiles:
     def size(self, path: str) -> int | None:
         """Return the size of a regular file in bytes, or None if there is no such file."""
         try:
-            found = self.resolve(path).stat()
+            status = self.resolve(path).stat()
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise self._read_error(path, error) from error
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file. Raises `RecordError`."""
@@ -273,26 +273,26 @@ class Notes:
     def __init__(self, directory: Path) -> None:
         self._path = directory / self.NAME
         self._lock = threading.Lock()
-        self._known: tuple[str | None, dict[str, Any]] = None, {}
+        self._cached: tuple[str | None, dict[str, Any]] = None, {}
 
     def version(self) -> str | None:
         """Return a text that changes with the file, None if there is none."""
         try:
-            found = self._path.lstat()
+            status = self._path.lstat()
         except OSError:
             return None
-        return f"{found.st_mtime_ns}-{found.st_ino}-{found.st_size}"
+        return f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
 
     def read(self) -> dict[str, Any]:
         """Return `tags`, `note` and why they cannot be changed (`locked`), which may be None."""
-        found, locked = {}, None
+        content, locked = {}, None
         try:
-            found = self._read()
+            content = self._read()
             if not os.access(self._path.parent, os.W_OK):
                 locked = "the run's directory is read-only"
         except RecordError as error:
             locked = str(error)
-        return {"tags": found.get("tags", []), "note": found.get("note", ""), "locked": locked}
+        return {"tags": content.get("tags", []), "note": content.get("note", ""), "locked": locked}
 
     def write(self, tags: list[str], note: str, version: str | None) -> None:
         """Replace tags and note, and keep other fields. `version` is that of the file to replace.
@@ -315,18 +315,18 @@ class Notes:
                 raise RecordError(f"cannot write {self.NAME}: {error.strerror}") from error
 
     def _read(self) -> dict[str, Any]:
-        version, (known, found) = self.version(), self._known
-        if version is None or version == known:
-            return found if version else {}
+        version, (cached_version, content) = self.version(), self._cached
+        if version is None or version == cached_version:
+            return content if version else {}
         self._refuse_link()
         try:
             data = self._path.read_bytes()
         except OSError as error:
             raise RecordError(f"cannot read {self.NAME}: {error.strerror}") from error
         try:
-            found = dict(json.loads(data))
-            self.check(found["tags"], found["note"])
-            is_newer = found["format"] > self.FORMAT
+            content = dict(json.loads(data))
+            self.check(content["tags"], content["note"])
+            is_newer = content["format"] > self.FORMAT
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise RecordError(
                 f"{self.NAME} is damaged and was left as it is; fix or remove it: "
@@ -334,8 +334,8 @@ class Notes:
             ) from error
         if is_newer:
             raise RecordError(f"{self.NAME} is of a newer format; update samestep to edit it")
-        self._known = version, found
-        return found
+        self._cached = version, content
+        return content
 
     def _refuse_link(self) -> None:
         is_file = self._path.is_file() or not self._path.exists()
@@ -352,8 +352,8 @@ class Notes:
         for tag in tags:
             is_text = isinstance(tag, str) and 0 < len(tag) <= cls.LONGEST_TAG
             if not is_text or not tag.isprintable() or " " in tag or "," in tag:
-                most = f"1 to {cls.LONGEST_TAG} printable characters without spaces and commas"
-                raise ValueError(f"a tag must have {most}, got {ascii(tag)[:80]}")
+                expected = f"1 to {cls.LONGEST_TAG} printable characters without spaces and commas"
+                raise ValueError(f"a tag must have {expected}, got {ascii(tag)[:80]}")
 
 
 FOLDER: Final = "record"
@@ -383,8 +383,8 @@ def find_chunks(sizes: dict[str, int]) -> list[EventChunk]:
 
 def chunk_at(offset: int, chunks: Iterable[EventChunk]) -> EventChunk | None:
     """Return the chunk with the byte at `offset` that ends last, or None if there is none."""
-    found = (chunk for chunk in chunks if chunk.start <= offset < chunk.end)
-    return max(found, key=lambda chunk: chunk.end, default=None)
+    matches = (chunk for chunk in chunks if chunk.start <= offset < chunk.end)
+    return max(matches, key=lambda chunk: chunk.end, default=None)
 
 
 def covered_end(chunks: Iterable[EventChunk]) -> int:
@@ -399,9 +399,9 @@ def covered_end(chunks: Iterable[EventChunk]) -> int:
 
 def redundant_chunks(chunks: Iterable[EventChunk]) -> list[EventChunk]:
     """Return the chunks that lie within another one."""
-    found, end = [], 0
+    redundant, end = [], 0
     for chunk in sorted(set(chunks), key=lambda chunk: (chunk.start, -chunk.end)):
         if chunk.end <= end:
-            found.append(chunk)
+            redundant.append(chunk)
         end = max(end, chunk.end)
-    return found
+    return redundant

@@ -165,7 +165,7 @@ class RunLocation:
         if self._is_remote:
             self._files = Storage(self._location, READER_RETRIES)
             self._files.open()
-        self._known: list[str] = []
+        self._known_runs: list[str] = []
 
     def find(self) -> list[str]:
         """Return the runs, sorted: "." for the location itself, or a relative path such as "a/b".
@@ -173,24 +173,28 @@ class RunLocation:
         At a URL, known runs are not searched again while their folders exist, because every
         listing is a request.
         """
-        found = sorted(self._find_runs("", MAX_DEPTH))
-        self._known = found if self._is_remote else []
-        return found
+        runs = sorted(self._find_runs("", MAX_DEPTH))
+        self._known_runs = runs if self._is_remote else []
+        return runs
 
     def _find_runs(self, folder: str, depth: int) -> Iterator[str]:
         folders, names = self._files.names(folder)
         run = folder or "."
         if FILE_NAME in names or (
             FOLDER in folders
-            and (run in self._known or find_chunks(self._files.sizes(join(folder, FOLDER))))
+            and (run in self._known_runs or find_chunks(self._files.sizes(join(folder, FOLDER))))
         ):
             yield run
         for name in folders if depth else ():
             path = join(folder, name)
             if _FOLDERS_OF_A_RUN.fullmatch(name):
                 continue
-            if path in self._known:
-                yield from (known for known in self._known if f"{known}/".startswith(f"{path}/"))
+            if path in self._known_runs:
+                yield from (
+                    known_run
+                    for known_run in self._known_runs
+                    if f"{known_run}/".startswith(f"{path}/")
+                )
             else:
                 yield from self._find_runs(path, depth - 1)
 

@@ -21,7 +21,7 @@ from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
 from samestep.step.lane_pass import LossSpec
 
-OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))
+OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
 MOST_VALUES: Final = 2000  # of one attribute that are compared
 
 COMPARING: Final = "comparing the workers' states"
@@ -65,21 +65,26 @@ class DivergenceCheck:
         `shared` are the states of tracked objects that are not sharded, if they are known already.
         Collective, except with one worker and if no user code ran since the last comparison.
         """
+        # A snapshot right after a comparison need not compare again. All workers skip it together,
+        # since they made the same calls.
         if self._world.size == 1 or self._is_fresh:
             return
         states = dict(self._tracked.states()[0] if shared is None else shared)
         for number, module in enumerate(self.modules):
             states[f"module {number} ({type(module).__name__})"] = module.state_dict()
         self._world.wait_for_gpu()
+        # One digest per worker. Checksums of each tensor follow only if these differ.
         digests = self._world.all_gather_json(digest(states), what)
         if len(set(digests)) > 1:
-            own = [socket.gethostname(), checksums(states)]
-            gathered = self._world.all_gather_json(own, "comparing checksums")
-            hosts, everyone = zip(*gathered, strict=True)
-            names = dict.fromkeys(name for sums in everyone for name in sums)
-            differing = [name for name in names if len({sums.get(name) for sums in everyone}) > 1]
+            entry = [socket.gethostname(), checksums(states)]
+            gathered = self._world.all_gather_json(entry, "comparing checksums")
+            hosts, sums_by_rank = zip(*gathered, strict=True)
+            names = dict.fromkeys(name for sums in sums_by_rank for name in sums)
+            differing = [
+                name for name in names if len({sums.get(name) for sums in sums_by_rank}) > 1
+            ]
             if differing:  # otherwise only their devices differ, and so the kinds of digests
-                raise DivergenceError(self._message(step, differing, hosts, everyone))
+                raise DivergenceError(self._message(step, differing, hosts, sums_by_rank))
         self._equal_step, self._is_fresh = step, True
 
     def _message(
@@ -87,7 +92,7 @@ class DivergenceCheck:
         step: int,
         differing: Sequence[str],
         hosts: Sequence[str],
-        everyone: Sequence[Mapping[str, str]],
+        sums_by_rank: Sequence[Mapping[str, str]],
     ) -> str:
         first = differing[0]
         which = f" (the first of {len(differing)} tensors that differ)" if differing[1:] else ""
@@ -103,7 +108,7 @@ class DivergenceCheck:
             )
         return (
             f"workers differ after step {step} in {first!r}{which}: "
-            f"{_describe([sums.get(first) for sums in everyone], hosts)}; "
+            f"{_describe([sums.get(first) for sums in sums_by_rank], hosts)}; "
             "expected the same bits on all workers. Likely causes: gradients that are not made by "
             "run.backward, code that changes the model or the optimizer on some workers only (a "
             "condition on the rank, or random numbers or data that differ between workers), an "
@@ -126,11 +131,11 @@ def digest(state: Mapping[str, Any]) -> str:
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in _unique(state):
         if tensor.device.type == "cpu":
-            hasher.update(_bytes(tensor).numpy().data)
+            hasher.update(_bytes(tensor).numpy().data)  # no copy
         else:
             by_device.setdefault(tensor.device, []).append(_bytes(tensor))
     for values in by_device.values():
-        hasher.update(hash_of(values).cpu().numpy().data)
+        hasher.update(hash_of(values).cpu().numpy().data)  # 8 bytes instead of the tensors
     return hasher.hexdigest()
 
 
@@ -139,15 +144,20 @@ def hash_of(values: Iterable[Tensor]) -> Tensor:
 
     Every 8 bytes are mixed with their position. Their sum, of integers, is the same in any order.
     """
+    # uint8 [at most CHUNK_BYTES]
     chunks = [chunk for value in values for chunk in value.split(CHUNK_BYTES)]
     sums: list[Tensor] = []
+    # Small tensors are joined up to a chunk: one kernel for many parameters.
     position, together, size = 0, list[Tensor](), 0
     for number, chunk in enumerate(chunks, start=1):
         together.append(torch.nn.functional.pad(chunk, (0, -len(chunk) % 8)))
         size += len(together[-1])
         if number == len(chunks) or size + len(chunks[number]) > CHUNK_BYTES:
-            words = torch.cat(together).view(torch.int64)
+            words = torch.cat(together).view(torch.int64)  # [bytes / 8]
+            # int64 [bytes / 8]
             places = torch.arange(position, position + len(words), device=words.device)
+            # Equal words in other places then count differently. Integers overflow the same way
+            # everywhere.
             words.add_(places.add_(1).mul_(GOLDEN))
             for shift, factor in MIXING:
                 logical = (1 << (64 - shift)) - 1  # `>>` copies the sign
@@ -165,6 +175,7 @@ def _unique(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested state with their paths; skip aliases."""
     seen = set()
     for path, tensor in _tensors(state):
+        # tied parameters have the same memory
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if memory not in seen:
             seen.add(memory)
@@ -188,8 +199,8 @@ def _describe(sums: Sequence[str | None], hosts: Sequence[str]) -> str:
     def named(ranks: Sequence[int]) -> str:
         return f"worker {', '.join(f'{rank} ({hosts[rank]})' for rank in ranks)}"
 
-    most, *others = sorted(ranks_by_sum.values(), key=len, reverse=True)
-    if len(most) == len(others[0]):
+    majority, *others = sorted(ranks_by_sum.values(), key=len, reverse=True)
+    if len(majority) == len(others[0]):
         groups = " and ".join(map(named, ranks_by_sum.values()))
         return f"there is no majority: {groups} differ from each other"
     ranks = sorted(rank for group in others for rank in group)
@@ -220,6 +231,8 @@ class LaneObserver:
             sums = checksums(states)
             observe(kind="tensors", step=seed[0], call=seed[1:], rank=self._rank, checksums=sums)
         before = self._generators(loss)
+        # What this changes is seeded before each lane, so its later changes do no harm. All other
+        # generators keep state that stays on this worker.
         set_generators(0)  # by any value: the lane seeds them next
         seeded = {name for name, state in self._generators(loss).items() if state != before[name]}
         attributes = self._attributes(loss)
@@ -232,41 +245,43 @@ class LaneObserver:
                 observe(kind="attribute", step=seed[0], name=name)
 
     def _generators(self, loss: LossSpec) -> dict[str, str]:
-        found = {place.name: place.value() for place in find(loss_fn=loss.fn, model=loss.model)}
+        generators = {
+            place.name: place.value() for place in find(loss_fn=loss.fn, model=loss.model)
+        }
         return {
             name: _summary(get_state(generator))
-            for name, generator in found.items()
+            for name, generator in generators.items()
             if isinstance(generator, KINDS) and can_seed(generator)
         }
 
     def _attributes(self, loss: LossSpec) -> dict[str, str]:
         roots = [*self._modules, *([loss.model] if isinstance(loss.model, torch.nn.Module) else [])]
-        found: dict[str, str] = {}
+        summaries: dict[str, str] = {}
         for root in dict.fromkeys(roots):
             for path, module in root.named_modules():
                 where = ".".join(part for part in (type(root).__name__, path) if part)
                 for attribute, value in vars(module).items():
                     if attribute not in OWN_ATTRIBUTES:
-                        found[f"{where}.{attribute}"] = _summary(value)
-        return found
+                        summaries[f"{where}.{attribute}"] = _summary(value)
+        return summaries
 
 
 def _summary(value: Any) -> str:
     """Return a checksum of the numbers, texts and tensors in an object, to find changes."""
-    found: list[str] = []
+    summaries: list[str] = []
     queue = deque([value])
-    while queue and len(found) < MOST_VALUES:
-        one = queue.popleft()
-        if isinstance(one, torch.Tensor):
-            one = _bytes(one.cpu()).numpy()
-        if isinstance(one, np.ndarray):
-            found.append(checksum(np.ascontiguousarray(one).view(np.uint8).data))
-        elif isinstance(one, (str, bytes, int, float, complex, type(None), np.generic)):
-            found.append(repr(one))
+    while queue and len(summaries) < MOST_VALUES:  # breadth first; the object may contain itself
+        value = queue.popleft()
+        if isinstance(value, torch.Tensor):
+            value = _bytes(value.cpu()).numpy()
+        if isinstance(value, np.ndarray):
+            summaries.append(checksum(np.ascontiguousarray(value).view(np.uint8).data))
+        elif isinstance(value, (str, bytes, int, float, complex, type(None), np.generic)):
+            summaries.append(repr(value))
         else:
-            found.append(type(one).__name__)
-            if isinstance(one, dict):
-                queue += [*one.keys(), *one.values()]
-            elif isinstance(one, (list, tuple, deque)):
-                queue += one
-    return checksum(repr(found).encode())
+            summaries.append(type(value).__name__)
+            if isinstance(value, dict):
+                queue += [*value.keys(), *value.values()]
+            elif isinstance(value, (list, tuple, deque)):
+                queue += value
+    return checksum(repr(summaries).encode())

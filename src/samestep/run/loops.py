@@ -86,18 +86,22 @@ class Loop:
     def __init__(self, progress: Progress, name: str) -> None:
         progress.complete_left_step()
         self._progress, self._name = progress, name
+        # of the snapshot, after a resume
         self._position = progress.positions.setdefault(name, Position())
         self.step = self._position.done
 
     def _run(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._progress.status.set_activity("loading data")  # samples to compare
         for batch in batches:
+            # The body of the user's loop runs during `yield`, so a step lasts from here to
+            # `end_step`. The generator is closed instead of resumed if the body ends by break,
+            # return or an exception.
             self._progress.begin_step(batch, self._complete)
             self.step = self._position.done + 1
             try:
                 yield batch
             except GeneratorExit:
-                self._progress.leave_step()
+                self._progress.leave_step()  # counts if the body had made an update
                 raise
             # If the body did not iterate the batch, this step still loads it.
             self._progress.status.set_activity("loading data")
@@ -151,12 +155,13 @@ class PlannedLoop(Loop):
         at = self._position
         if at.step == 0:
             return
+        # In the middle of an epoch, the samples that are left depend on what was used before.
         plan = self._plan.describe(at.epoch)
         changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
         if changed:
             old, new = (
-                ", ".join(f"{name}={some.get(name)}" for name in changed)
-                for some in (at.plan, plan)
+                ", ".join(f"{name}={description.get(name)}" for name in changed)
+                for description in (at.plan, plan)
             )
             raise DataError(
                 "the data set must stay the same until the epoch ends: "
@@ -180,6 +185,7 @@ class PlannedLoop(Loop):
         return max(0, min(ends))
 
     def _positions(self) -> Iterator[tuple[int, int]]:
+        # A copy, because batches are loaded ahead of the loop, in the order of these positions.
         at, left = Position(**asdict(self._position)), len(self)
         for _ in range(left):
             yield at.epoch, at.step
@@ -188,6 +194,7 @@ class PlannedLoop(Loop):
     def _complete(self) -> int:
         at = self._position
         if at.step == 0:
+            # saved with the position, to compare after a resume
             at.plan = self._plan.describe(at.epoch)
         return super()._complete()
 
@@ -236,11 +243,12 @@ class StreamLoop(Loop):
         self.steps = None if left is None else self._position.done + left
         self._lanes = lanes
         self._streams = {lane: LaneStream(make_stream, name, lane, seed) for lane in lanes}
+        # The snapshot has all lanes. This worker continues those that it has now.
         resumed = progress.resumed_streams.get(name, {})
         for lane, stream in self._streams.items():
             if lane in resumed:
                 stream.load_state_dict(resumed[lane])
-        progress.streams[name] = self._streams
+        progress.streams[name] = self._streams  # snapshots save their states from here
         progress.begin_loop(name, steps=self.steps)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -265,8 +273,8 @@ def make_plan(
 ) -> Plan:
     """Return the assignment of a map-style data set's samples to steps and lanes."""
     size = size_of(dataset)
-    given = {"group_by": group_by, "weights": weights, "order": order, "lengths": lengths}
-    chosen = [name for name, value in given.items() if value is not None]
+    selectors = {"group_by": group_by, "weights": weights, "order": order, "lengths": lengths}
+    chosen = [name for name, value in selectors.items() if value is not None]
     if len(chosen) > 1:
         raise ConfigError(
             f"{' and '.join(chosen)} cannot be used together, because each of them selects the"
@@ -280,7 +288,7 @@ def make_plan(
             "batch_size must be a whole number of at least 1 (for all lanes together), got None;"
             " pass it, or lengths and max_tokens"
         )
-    sizes = size, batch_size, lanes, seed
+    sizes = size, batch_size, lanes, seed  # what every plan needs
     if weights is not None:
         if not shuffle:
             raise ConfigError(
@@ -313,8 +321,8 @@ def _token_plan(
     shuffle: bool,
 ) -> TokenPlan:
     if lengths is None or max_tokens is None:
-        given, missing = ("lengths", "max_tokens")[:: 1 if max_tokens is None else -1]
-        raise ConfigError(f"{given} needs {missing} as well; pass both, or batch_size instead")
+        present, missing = ("lengths", "max_tokens")[:: 1 if max_tokens is None else -1]
+        raise ConfigError(f"{present} needs {missing} as well; pass both, or batch_size instead")
     for name, is_given in excluded.items():
         if is_given:
             raise ConfigError(

@@ -68,16 +68,16 @@ class Collectives:
             >>> run.reduce_dict({"seconds": 0.5})
             {'seconds': 0.5}
         """
-        everyone = self._world.all_gather_object(dict(values), "reducing a dict")
-        names = everyone[0].keys()
-        for rank, other in enumerate(everyone):
+        dicts = self._world.all_gather_object(dict(values), "reducing a dict")
+        names = dicts[0].keys()
+        for rank, other in enumerate(dicts):
             if other.keys() != names:
                 raise DataError(
                     "run.reduce_dict expected the same names on all workers, got "
                     f"{sorted(names)} on worker 0 and {sorted(other)} on worker {rank}"
                 )
         divisor = self.world_size if average else 1
-        return {name: sum(other[name] for other in everyone) / divisor for name in names}
+        return {name: sum(other[name] for other in dicts) / divisor for name in names}
 
     def barrier(self, what: str) -> None:
         """Wait for all workers; `what` describes the wait in errors, as in "preparing data".
@@ -166,6 +166,7 @@ class Recording:
             >>> run.log_histogram("noise", torch.randn(16, 8))
         """
         tensors = named_tensors(name, values)
+        # 1-D parts by name. A sum of counts is the same however the elements are divided.
         parts = self._own_gradients(tensors) if grad else self._own_parts(tensors)
         if not parts:
             what = "gradients" if grad else "parameters"
@@ -174,10 +175,11 @@ class Recording:
         if self.dir is None:
             return
         counts = {full: [list(tensors[full].shape), bin_counts(parts[full])] for full in parts}
-        everyone = self._world.all_gather_json(counts, f"counting the histogram {name!r}")
-        for rank, other in enumerate(everyone):
+        gathered = self._world.all_gather_json(counts, f"counting the histogram {name!r}")
+        for rank, other in enumerate(gathered):
             shapes, others = (
-                {key: shape for key, (shape, _) in one.items()} for one in (everyone[0], other)
+                {key: shape for key, (shape, _) in parts_of_rank.items()}
+                for parts_of_rank in (gathered[0], other)
             )
             if others != shapes:
                 raise RecordError(
@@ -186,7 +188,7 @@ class Recording:
                 )
         step, between = self._progress.step, self._progress.between_steps
         for full in counts if self.is_main else ():
-            total = sum((Counter(other[full][1]) for other in everyone), Counter[str]())
+            total = sum((Counter(other[full][1]) for other in gathered), Counter[str]())
             self._record.histogram(step, full, total, between=between)
 
     def _own_parts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
@@ -200,15 +202,18 @@ class Recording:
 
     def _own_gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         """Return this worker's share of each gradient, as it is stored if that is in slices."""
-        self._lanes.open_seals()
+        self._lanes.open_seals()  # waits until all gradients have arrived
+        # by the parameter's id; from all sharded optimizers
         sliced: dict[int, list[torch.Tensor]] = {}
         for buffer in self._lanes.flat_buffers():
             sliced.update(buffer.own_gradients())
-        found = {full: t.grad for full, t in tensors.items() if t.is_leaf and t.grad is not None}
+        gradients = {
+            full: t.grad for full, t in tensors.items() if t.is_leaf and t.grad is not None
+        }
         stored = {full: sliced[id(t)] for full, t in tensors.items() if id(t) in sliced}
-        whole = {full: gradient for full, gradient in found.items() if full not in stored}
-        parts = {**self._own_parts(whole), **stored}
-        return {full: parts[full] for full in found}
+        unsliced = {full: gradient for full, gradient in gradients.items() if full not in stored}
+        parts = {**self._own_parts(unsliced), **stored}
+        return {full: parts[full] for full in gradients}
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only, like Python's `print`.
@@ -225,19 +230,19 @@ def named_tensors(name: str, values: Any) -> dict[str, torch.Tensor]:
     """Return a tensor, or a module's parameters, by name. Raises `RecordError` for other values."""
     named = {name: values}
     if isinstance(values, torch.nn.Module):
-        named = {f"{name}/{inner}": one for inner, one in values.named_parameters()}
-    for full, one in named.items():
-        if isinstance(one, SlicedGradient):
+        named = {f"{name}/{inner}": tensor for inner, tensor in values.named_parameters()}
+    for full, tensor in named.items():
+        if isinstance(tensor, SlicedGradient):
             raise RecordError(
                 f"the gradient for {full!r} is stored in slices, one per worker; pass the parameter"
                 " or the module to run.log_histogram, with grad=True"
             )
-        if not isinstance(one, torch.Tensor):
-            got = type(one).__name__
-        elif one.is_floating_point() and one.layout == torch.strided:
+        if not isinstance(tensor, torch.Tensor):
+            got = type(tensor).__name__
+        elif tensor.is_floating_point() and tensor.layout == torch.strided:
             continue
         else:
-            got = f"a tensor of {one.dtype}, {one.layout}"
+            got = f"a tensor of {tensor.dtype}, {tensor.layout}"
         raise RecordError(
             f"run.log_histogram expected a real floating-point tensor or a module for {full!r}, got"
             f" {got}"
@@ -253,7 +258,7 @@ def bin_counts(parts: Iterable[torch.Tensor]) -> Counter[str]:
     of a width of 2**-128 (2**-1024), and the first one includes 0. Other keys are "nan", "inf" and
     "-inf".
     """
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()  # JSON has only texts as keys
     for values in (chunk for part in parts for chunk in part.split(CHUNK)):
         wide = values if values.dtype == torch.float64 else values.float()
         edges, numbers = _bins(wide)
@@ -266,8 +271,11 @@ def bin_counts(parts: Iterable[torch.Tensor]) -> Counter[str]:
 
 def _bins(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the edges and the sizes of the bins that are not empty."""
+    # The bits of a number, as an integer: sign, exponent, fraction. Without all but two bits of the
+    # fraction, they are the same for all numbers of a bin.
     integer, drop = (torch.int64, 50) if values.dtype == torch.float64 else (torch.int32, 21)
     lowest = -1 << (8 * integer.itemsize - 1 - drop)  # of a signed integer without these bits
+    # int64 [bins], from the lowest possible one
     numbers = torch.bincount((values.view(integer) >> drop) - lowest)
     keys = numbers.nonzero().flatten()
     edges = ((keys + lowest).to(integer) << drop).view(values.dtype) + 0.0  # and no -0.0
@@ -281,7 +289,7 @@ def pixels(image: Any) -> NDArray[Any]:
     tensor: torch.Tensor = image.detach().cpu()
     # [C, H, W]
     if tensor.ndim == 3 and tensor.shape[0] in CHANNELS and tensor.shape[-1] not in CHANNELS:
-        tensor = tensor.permute(1, 2, 0)
+        tensor = tensor.permute(1, 2, 0)  # [H, W, C]
     if tensor.ndim == 3 and tensor.shape[-1] == 1:
         tensor = tensor.squeeze(-1)
     if tensor.ndim not in (2, 3) or (tensor.ndim == 3 and tensor.shape[-1] != CHANNELS[-1]):
@@ -305,18 +313,18 @@ def scalars_of(
     slash.
     """
     values: Scalars = {}
-    by_worker: dict[str, list[float]] = {}
+    by_worker: dict[str, list[float]] = {}  # of `Means` only
     for name, value in [("", means), *others.items()]:
         if not isinstance(value, Mapping):
             values[name] = _number(name, value)
             continue
-        for inner, one in value.items():
+        for inner, scalar in value.items():
             full = f"{name}/{inner}" if name else inner
-            values[full] = _number(full, one)
+            values[full] = _number(full, scalar)
             if isinstance(value, Means):
                 by_worker[full] = value.by_worker(inner)
-    low = {name: min(some) for name, some in by_worker.items()}
-    high = {name: max(some) for name, some in by_worker.items()}
+    low = {name: min(numbers) for name, numbers in by_worker.items()}
+    high = {name: max(numbers) for name, numbers in by_worker.items()}
     return values, low, high
 
 

@@ -46,16 +46,16 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
             "CUDA cannot be used in this worker, because the process it was forked from had "
             "already used CUDA; call ss.launch before using CUDA"
         )
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads)  # results depend on it
     names = config.devices if isinstance(config.devices, tuple) else None
     wants_cuda = config.device == "cuda" or (names is not None and names[0] != "cpu")
     # in this order: asking for GPUs opens the driver
     may_use = config.device != "cpu" and (names is None or wants_cuda)
     cuda = may_use and torch.cuda.is_available()
     if wants_cuda and not cuda:
-        given = "device='cuda'" if names is None else f"devices={','.join(names)}"
+        option = "device='cuda'" if names is None else f"devices={','.join(names)}"
         raise ConfigError(
-            f"{given} needs a GPU, but torch finds no GPU; check the driver and "
+            f"{option} needs a GPU, but torch finds no GPU; check the driver and "
             "CUDA_VISIBLE_DEVICES"
         )
     if not cuda:
@@ -63,11 +63,12 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
         return [torch.device("cpu")] * count
     devices = _gpus(config.devices, process, torch.cuda.device_count())
     if config.deterministic:
+        # cuBLAS reads it when it is first used, and is deterministic only with it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
         torch.backends.cudnn.benchmark = False  # it chooses kernels by their measured speed
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.cuda.set_device(devices[0])
+    torch.cuda.set_device(devices[0])  # for user code that names no device
     return devices
 
 
@@ -82,21 +83,24 @@ def gpus_are_lost() -> bool:
 def _gpus(asked: int | tuple[str, ...], process: ProcessInfo, count: int) -> list[torch.device]:
     """Return the GPUs of one worker on a host with `count` GPUs."""
     if isinstance(asked, tuple):
-        given = f"devices={','.join(asked)}"
+        option = f"devices={','.join(asked)}"
         if process.local_world_size > 1:
             raise ConfigError(
                 f"devices must be a number with several workers on one host "
-                f"({process.local_world_size}), which would share named devices, got {given}; "
+                f"({process.local_world_size}), which would share named devices, got {option}; "
                 "name the GPUs of all workers with samestep run --gpus or CUDA_VISIBLE_DEVICES"
             )
         devices = [torch.device(name) for name in asked]
         if len(set(devices)) < len(devices) or max(device.index for device in devices) >= count:
-            raise ConfigError(f"devices must be different GPUs of this host's {count}, got {given}")
+            raise ConfigError(
+                f"devices must be different GPUs of this host's {count}, got {option}"
+            )
         return devices
     if asked > count:
         raise ConfigError(
             f"devices must be at most the number of GPUs of this host ({count}), got {asked}"
         )
+    # Workers take GPUs in order. If there are too few, they share them, and do not use NCCL.
     first = process.local_rank * asked
     return [torch.device("cuda", (first + number) % count) for number in range(asked)]
 
@@ -110,7 +114,7 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
         for device in devices
     ]
     cudnn = torch.backends.cudnn
-    found: dict[str, object] = {
+    environment: dict[str, object] = {
         "samestep": samestep_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -132,7 +136,7 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
         if sys.flags.hash_randomization
         else "0",
     }
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in environment.items()}
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
@@ -150,10 +154,12 @@ def gpu_names(devices: list[torch.device]) -> list[str]:
     names = []
     for device in devices:
         if device.type == "cuda":
-            found = torch.cuda.get_device_properties(device)
-            parts = (getattr(found, f"pci_{part}_id", "") for part in ("domain", "bus", "device"))
+            properties = torch.cuda.get_device_properties(device)
+            parts = (
+                getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")
+            )
             address = ":".join(map(str, parts)).strip(":")
-            address = address or getattr(found, "uuid", f"index {device.index}")
+            address = address or getattr(properties, "uuid", f"index {device.index}")
             names.append(f"{host_name()} {address}")
     return names
 
@@ -199,7 +205,7 @@ class CommitQuery:
         self._git: subprocess.Popen[str] | None = None
         with suppress(OSError):
             self._git = subprocess.Popen(
-                [*command, "--exclude=*"],
+                [*command, "--exclude=*"],  # the commit's hash rather than a tag
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -209,14 +215,14 @@ class CommitQuery:
     @cached_property
     def result(self) -> dict[str, Any]:
         """The `commit`, None if it is unknown, and `dirty`: whether tracked files differ."""
-        found = ""
+        description = ""
         if self._git is not None:
             try:
-                found, _ = self._git.communicate(timeout=COMMIT_SECONDS)
+                description, _ = self._git.communicate(timeout=COMMIT_SECONDS)
             except subprocess.TimeoutExpired:  # a huge repository, or a slow disk
                 self._git.kill()
                 self._git.communicate()
-        commit, _, dirty = found.strip().partition("-")
+        commit, _, dirty = description.strip().partition("-")
         return {"commit": commit or None, "dirty": bool(dirty)}
 
 
@@ -225,20 +231,20 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if is_dataclass(value) and not isinstance(value, type):
-            value = {one.name: getattr(value, one.name) for one in fields(value)}
+            value = {field.name: getattr(value, field.name) for field in fields(value)}
         if isinstance(value, Mapping):
             return {str(name): plain(inner) for name, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(inner) for inner in value]
         return value if value is None or type(value) in {bool, int, float, str} else str(value)
 
-    found = plain(settings)
-    if not isinstance(found, dict):
+    plain_dict = plain(settings)
+    if not isinstance(plain_dict, dict):
         raise ConfigError(
             "settings must be a dict or dataclass of the job's settings, got "
             f"{type(settings).__name__}"
         )
-    return found
+    return plain_dict
 
 
 class SystemUse:
@@ -293,13 +299,13 @@ class SystemUse:
         }
 
     def _sample_gpu(self, gpu: Any) -> dict[str, float]:
-        found: dict[str, float] = {}
+        usage: dict[str, float] = {}
         with suppress(self._nvml.NVMLError):  # some GPUs report only some of this
             memory = self._nvml.nvmlDeviceGetMemoryInfo(gpu)
-            found |= {"memory": memory.used, "memory_total": memory.total}
+            usage |= {"memory": memory.used, "memory_total": memory.total}
         with suppress(self._nvml.NVMLError):
-            found["use"] = self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
-        return found
+            usage["use"] = self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+        return usage
 
 
 class SystemSampler:
@@ -344,17 +350,18 @@ class SystemSampler:
             logging.getLogger("samestep").warning(text, type(error).__name__, error)
 
     def _take(self, sample: Mapping[str, Any]) -> None:
-        found: Sequence[Any] = ()
+        other_samples: Sequence[Any] = ()
         if len(self._hosts) > 1:
-            found = self._status.share_sample(sample, self._others) or ()
+            # the newest ones that were published, without waiting for others
+            other_samples = self._status.share_sample(sample, self._others) or ()
         if self._status.rank > 0:
             return
-        newest = {0: sample, **dict(zip(self._others, found, strict=False))}
-        for rank, one in newest.items():
+        newest = {0: sample, **dict(zip(self._others, other_samples, strict=False))}
+        for rank, host_sample in newest.items():
             # another program's value, or a host that has sent no news
-            if not isinstance(one, Mapping) or one == self._newest.get(rank):
+            if not isinstance(host_sample, Mapping) or host_sample == self._newest.get(rank):
                 continue
-            fields = {name: one[name] for name in SystemUse.FIELDS if name in one}
+            fields = {name: host_sample[name] for name in SystemUse.FIELDS if name in host_sample}
             with self._lock:
                 if not self._stopped.is_set():
                     self._record.event("system", host=self._hosts[rank], **fields)
@@ -376,6 +383,8 @@ class StopRequest:
         self._previous: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
+                # Python runs handlers between two instructions of the main thread. While native
+                # code computes, the request stays pending.
                 self._previous[number] = signal.signal(number, self._handle)
 
     def exit(self, number: int) -> NoReturn:
@@ -392,6 +401,8 @@ class StopRequest:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         again = self.signal != 0
+        # The state machine of a stop: a first signal in a step waits for its end, where all workers
+        # learn of it from the notes. Ctrl-C a second time gives up the snapshot.
         if again and number == signal.SIGTERM:
             return
         self.signal = self.signal or number

@@ -87,6 +87,7 @@ class Progress:
         self.step = self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
+        # state by loop and lane, from which loops continue
         self.resumed_streams: dict[str, dict[int, Any]] = {}
         self.epoch_loops: set[str] = set()  # that end with the current epoch, by name
         self.reads: set[str] = set()  # the attributes that user code has read outside of steps
@@ -100,10 +101,12 @@ class Progress:
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._seconds: dict[str, float] = {}
         self._gpu_seconds: Callable[[], dict[str, float]] = dict  # replace those of the host
+        # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
         self._first_step = 0 if resumed is None else resumed.step  # of this start
         if resumed is not None:
+            # The loops take their positions from here when the script creates them, by name.
             state = resumed.state["run"]
             self.step = self.status.step = state["step"]
             self.epoch = state["epoch"]
@@ -147,6 +150,7 @@ class Progress:
                 "put everything a step needs into one data set or stream"
             )
         if self._is_last():
+            # A resumed run may already be at `stop_after`.
             self._divergence.expire()
             self._stop_run()
         if self.step == 0 and is_observed():
@@ -156,6 +160,7 @@ class Progress:
         self._current = CurrentStep(batch, complete)
         self.status.step = self.step
         self.status.set_activity(BODY)
+        # Without snapshots, waiting for the end of the step would save nothing.
         self._stop.deferring = self._snapshots.is_enabled
         set_generators(key(self._config.seed, "body", self.step))
 
@@ -169,18 +174,24 @@ class Progress:
         """Count the current step, then carry out what all workers agreed on during it."""
         if self._current is None:
             return
+        # The order matters: the position advances first, so that a snapshot continues with the next
+        # step. A state is compared before it is saved, and saved before the run stops.
         self._divergence.expire()
         self.epoch = self._current.complete()
         self._measure(self._current.batch)
         self._current = None
         self.step += 1
         self._divergence.compare_if_due(self.step)
+        # to the launcher, whose memory outlives this worker
         self._snapshots.in_memory.report_step(self.step)
         decision, self._decision = self._decision, Decision()
+        # Equal on all workers: the count of steps, the notes of this step's backward calls, and
+        # calls of user code. So all of them act here, without another message.
         if self._snapshots.is_due(self.step) or decision.snapshot_due or self._requested:
             self._take_snapshot()
-        if decision.signal or self._is_last():
+        if decision.signal or self._is_last():  # does not return
             self._stop_run(decision.signal)
+        # Not if this step's snapshot was staged in memory already, see `InMemorySnapshots.save`.
         if self._snapshots.in_memory.is_due(self.step, agreed=decision.copy_due):
             self._snapshots.save_in_memory(self.step, self._states, writing=decision.writing)
 
@@ -192,19 +203,20 @@ class Progress:
         """
         self.status.set_activity(OUTSIDE)
         self._divergence.expire()
+        # Also for a step without a backward call, which has exchanged no note.
         self._exchange_notes("ending a loop")
         decision, self._decision = self._decision, Decision()
         if decision.snapshot_due:
             self._take_snapshot()
         if decision.signal:
             self._stop_run(decision.signal)
-        self._stop.deferring = False
+        self._stop.deferring = False  # no step runs: a signal acts at once
         set_generators(key(self._config.seed, f"after {name}", self.positions[name].done))
 
     def complete_left_step(self) -> None:
         """Count a step that was left by break after an update."""
         if self._current is not None and self._current.left and self._current.updates:
-            self._current.batch.load()
+            self._current.batch.load()  # as in a step that ends normally
             self.end_step()
             self._stop.deferring = False
 
@@ -212,6 +224,7 @@ class Progress:
         """Take a snapshot now, or at the end of the current step."""
         self.complete_left_step()
         self._divergence.expire()
+        # In a step, its end takes the snapshot: parts of the state may be updated, others not.
         self._requested, self._score = True, score
         if self._current is None or self._current.left:
             self._take_snapshot()
@@ -220,10 +233,10 @@ class Progress:
         """Take the last snapshot and return when it is complete."""
         self._divergence.expire()
         self.complete_left_step()
-        self._stop.deferring = True
+        self._stop.deferring = True  # a signal now waits for the last snapshot
         self._take_snapshot()
         self._finish("finished")
-        if self._stop.signal:
+        if self._stop.signal:  # its status still tells of the signal
             self._stop.exit(self._stop.signal)
 
     def next_call(self) -> tuple[int, int]:
@@ -231,6 +244,7 @@ class Progress:
         if self._current is None:
             return self.step, 0
         self._current.updates += 1
+        # such as generator and discriminator: other random numbers
         return self.step, self._current.updates - 1
 
     def note(self) -> dict[str, Any]:
@@ -249,12 +263,14 @@ class Progress:
 
         Raises `DataError` if the workers' data differ.
         """
-        self._data_check.compare([note["data"] for note in notes])
+        self._data_check.compare_notes([note["data"] for note in notes])
+        # A signal may have reached one worker only, or others later: all stop for the first one.
         signal = next((note["signal"] for note in notes if note["signal"]), 0)
         writing = any(note["writing"] for note in notes)
         copy_due = all(note["copy_due"] for note in notes)  # the others wait for the slowest
         self._decision = Decision(signal, notes[0]["snapshot_due"], copy_due, writing)
         if self._seconds:
+            # those of the step before, now known on all workers
             self._record.timing(self.step - 1, [note["seconds"] for note in notes])
             self._seconds, self._gpu_seconds = {}, dict
         self.status.set_activity(OUTSIDE if self._current is None else BODY)
@@ -284,7 +300,7 @@ class Progress:
             "exchange": lanes.exchange_seconds,
             "optimizer": self._optimizer_seconds,
             "snapshot": self._snapshots.stall_seconds,
-            OWN: now[0] - began - (now[1] - waited),
+            OWN: now[0] - began - (now[1] - waited),  # without the waits for other workers
         }
         self._gpu_seconds = lanes.gpu_clock.take()
         lanes.compute_seconds = lanes.exchange_seconds = 0.0
@@ -298,7 +314,7 @@ class Progress:
         self._finish("stopped", signal=signal)
         if signal:
             self._stop.exit(signal)
-        raise SystemExit(0)
+        raise SystemExit(0)  # `stop_after` is a success
 
     def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
@@ -321,11 +337,13 @@ class Progress:
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._divergence.compare_if_due(self.step, last=True)
+        # also a barrier: no worker exits while others compute
         self._exchange_notes("ending the run")
-        self.status.finish()
+        self.status.finish()  # an exit is no longer a failure
         self._record.flush()
+        # Waits for the commit. If it fails, the run fails, and the record has no end.
         self._snapshots.finish()
-        self.on_end()
+        self.on_end()  # the end is the last event
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))

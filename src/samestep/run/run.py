@@ -99,6 +99,7 @@ class Run(Collectives, Recording):
         self.rank, self.world_size = process.rank, process.world_size
         self.is_main = process.rank == 0
         self.has_terminal = self.is_main and reaches_terminal()
+        # Joins the other workers, and loads the snapshot to resume from.
         self._session = session = Session(config, process, settings or {})
         self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
@@ -145,6 +146,7 @@ class Run(Collectives, Recording):
         Example:
             >>> model = run.replicate(Net())
         """
+        # Collective. The order of calls numbers the modules for the comparison of workers.
         replicate(module, self.device, self._world)
         self._lanes.add(module)
         self._session.divergence.modules.append(module)
@@ -191,6 +193,8 @@ class Run(Collectives, Recording):
         self._lanes.manual.unwatch(parameters)
         self._lanes.seals.append(GradientSeal(optimizer))  # first, so that its hooks run first
         if self.world_size > 1:
+            # A single worker has no slices, but the same restrictions, so that a script that works
+            # alone also works with others.
             round_to = self._lanes.round_to
             across = across or choose_across(parameters, self._world)
             places = self._lanes.places()
@@ -199,6 +203,7 @@ class Run(Collectives, Recording):
             self._lanes.seals[-1].settle = shard.settle
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
+            # the segments, which `Shard` has put into the groups
             parameters += [p for group in optimizer.param_groups for p in group["params"]]
             trim_memory()  # of the parameters before they moved into flat storage
         self._sharded.update(parameters)
@@ -283,6 +288,7 @@ class Run(Collectives, Recording):
             lengths=lengths,
             max_tokens=max_tokens,
         )
+        # The loop asks for batches when it is iterated, from its position then.
         batches = partial(
             plan_batches,
             plan,
@@ -394,8 +400,9 @@ class Run(Collectives, Recording):
         if embed is not None and self.lanes == 1:
             loss_fn, embed = loss_of_one_lane(loss_fn, embed), None
         loss, progress = LossSpec(loss_fn, model, count, reduction, embed), self._progress
+        # The engine calls `progress.note` when it sends the losses: it has the signals until then.
         result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
-        progress.receive(result.notes)
+        progress.receive(result.notes)  # of all workers, sent along with the losses
         return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -514,6 +521,7 @@ class Run(Collectives, Recording):
         """
         self._session.check_shared()
         for name, item in objects.items():
+            # saved as slices
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             self._session.snapshots.tracked.add(name, item, shard)
             if isinstance(item, torch.nn.Module):
@@ -565,6 +573,8 @@ class Run(Collectives, Recording):
                 for shard in self._lanes.shards:
                     shard.complete()  # gradients that were not used may still arrive
                 self._session.end()
+            # A stop, by a signal, `stop_after` or user code, is no failure. `Progress` has taken a
+            # snapshot where one can be resumed from. In the middle of a step, none can be taken.
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 self._session.report_failure(error)
         finally:

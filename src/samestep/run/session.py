@@ -58,6 +58,7 @@ class Session:
     """A run in this worker: devices, world, record, snapshots and progress."""
 
     def __init__(self, config: Config, process: ProcessInfo, settings: Mapping[str, Any]) -> None:
+        # Devices depend on the local rank, which `locate` finds if no launcher has told it.
         self._process = process = locate(process, config.timeout)
         self._settings = settings
         self.config = config
@@ -65,14 +66,17 @@ class Session:
         self._lock: str | None = None
         self._exits = ExitStack()
         is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
+        # Git runs while this worker starts; only the first attempt of a run records the commit.
         self._commit = CommitQuery() if config.dir is not None and is_first else None
         self._exits.callback(lambda: self._commit and self._commit.result)  # git must exit
+        # Before the world, which takes NCCL if all workers have GPUs of their own.
         self.devices = set_up_devices(config, process)
         on_cuda = self.devices[0].type == "cuda"
         if not on_cuda:
             keep_freed_memory()
             self._exits.callback(release_freed_memory)
         try:
+            # Blocks until all workers are there, or `timeout` has passed.
             self.world = connect(process, config, gpus=gpu_names(self.devices))
         except BaseException:
             self._exits.close()
@@ -83,15 +87,19 @@ class Session:
             self._check_exchange()
             self._assemble(config)
         except BaseException as error:
+            # The other workers are connected and wait for this one, so they must learn of it.
             self.world.abandoned = True
             self.world.status.report_failure(error)
             self.close()
             raise
 
     def _assemble(self, config: Config) -> None:
+        # All workers run this in the same order: many of these calls are collective.
         world, is_main = self.world, self._process.rank == 0
         state = LauncherState.from_environment(os.environ)
         if config.dir is not None and is_main:
+            # First, so that no other run writes to the directory from here on. `self._exits` runs
+            # in reverse order, so the lock is released after everything that writes there.
             self._exits.callback(DirectoryLock(config.dir, state, config.timeout).close)
         self._check_directory()
         self.record = open_record(config.dir, writes=is_main)
@@ -99,6 +107,7 @@ class Session:
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
         remote = () if config.remote is None else (config.remote,)
         sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
+        # a wrong address ends the run now, not hours later
         check_sinks(sinks, config.on_event if is_main else None)
         in_memory = InMemorySnapshots(
             state,
@@ -109,14 +118,19 @@ class Session:
             stages=self.devices[0].type == "cpu",
         )
         has_begun = in_memory.has_begun(attempt_number)
+        # Before the lane engine, because a resumed run has the lanes of its snapshot. The state
+        # waits in memory until the script tracks the objects that it belongs to.
         resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
+        # in the names of data files, so that no start overwrites those of another one
         attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
+        # Only a start by the user can begin another history. Replacement workers continue this one.
         if is_main and not has_begun:
             set_other_snapshots_aside(config, resumed, attempt, self.record)
         self.lanes = LaneEngine(world, config, lanes, self.devices)
         self._exits.callback(self.lanes.close)
+        # of all optimizers, tracked or not
         hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
         self._exits.callback(hook.remove)
         workers = self._gather_workers()
@@ -128,6 +142,7 @@ class Session:
         )
         self.snapshots.check_models = self.lanes.check_models
         self._exits.callback(self.snapshots.close)
+        # Signals ended the process at once until now, since there was no state to save.
         self.stop = StopRequest()
         # A state that exists only in memory is written at the end of the first step.
         self.stop.deferring = resumed is not None and resumed.in_memory
@@ -139,7 +154,7 @@ class Session:
             observer = LaneObserver(world.rank, self.divergence.modules)
             self.lanes.observe = observer.lane
         else:
-            self.snapshots.compare = self.divergence.compare
+            self.snapshots.compare = self.divergence.compare  # before each snapshot
         self.progress = Progress(
             config,
             self.record,
@@ -150,10 +165,14 @@ class Session:
             data_check=self.data_check,
             resumed=resumed,
         )
+        # What the script draws before its first loop, such as parameters, is then the same on all
+        # workers, and does not depend on what was drawn while the run started.
         set_generators(config.seed)
         self._record_start(attempt, resumed, workers)
         if is_main and not is_observed():
             announce(self._describe_start(resumed))
+        # From here on, replacement workers resume. Those of a worker that is killed earlier start
+        # as this one did.
         in_memory.report_start(self.progress.step, is_new=not has_begun)
         if config.dir is not None:
             self._follow(config.dir, sinks, workers)
@@ -168,8 +187,11 @@ class Session:
             exporter = ExporterProcess(directory, sinks, function, self.record, hook)
             self._exits.callback(exporter.finish)
             self._exits.callback(self._write_images)  # runs before the exporter finishes
+        # One worker per host samples it; the one of rank 0 writes all samples to the record.
         if process.local_rank == 0 and config.system_every is not None:
-            hosts = {one["rank"]: one["host"] for one in workers if one["local_rank"] == 0}
+            hosts = {
+                worker["rank"]: worker["host"] for worker in workers if worker["local_rank"] == 0
+            }
             status, seconds = self.world.status, config.system_every
             sampler = SystemSampler(seconds, hosts, status, self.record)
             self.progress.on_end = sampler.stop
@@ -177,9 +199,10 @@ class Session:
 
     def _check_directory(self) -> None:
         """Raise `ConfigError` if workers have different directories, or hosts do not share them."""
-        own = self.config.dir
-        lock = locked_by(own) if own is not None and self._process.rank == 0 else ""
-        rows = self.world.all_gather_json([str(own), lock], "starting")
+        directory = self.config.dir
+        # What rank 0 wrote into the lock is a text that no other directory contains.
+        lock = locked_by(directory) if directory is not None and self._process.rank == 0 else ""
+        rows = self.world.all_gather_json([str(directory), lock], "starting")
         first, self._lock = rows[0]
         for rank, (path, _) in enumerate(rows):
             if path != first:
@@ -187,25 +210,25 @@ class Session:
                     f"dir must be the same on all workers, got {first} on worker 0 and {path} on"
                     f" worker {rank}; leave times and process ids out of its name"
                 )
-        if self.config.snapshot_every is not None:
+        if self.config.snapshot_every is not None:  # otherwise `run.track` checks it
             self.check_shared()
 
     def check_shared(self) -> None:
         """Raise `ConfigError` if hosts do not share the directory; collective, checked once."""
-        own, lock = self.config.dir, self._lock
-        if own is None or lock is None:
+        directory, lock = self.config.dir, self._lock
+        if directory is None or lock is None:
             return
         # worker 0 had written by then: NFS remembers for a while that a file was not there
-        row = [socket.gethostname(), is_locked_by(own, lock, self.config.timeout)]
+        row = [socket.gethostname(), is_locked_by(directory, lock, self.config.timeout)]
         for rank, (host, sees) in enumerate(self.world.all_gather_json(row, "starting")):
             if not sees:
                 raise ConfigError(
                     f"dir must be shared by all hosts, but worker {rank} on {host} does not see"
-                    f" what worker 0 wrote to {own}; use a directory on a file system such as NFS,"
-                    " or, to record the run without snapshots, set snapshot_every=None and track"
-                    " nothing"
+                    f" what worker 0 wrote to {directory}; use a directory on a file system such as"
+                    " NFS, or, to record the run without snapshots, set snapshot_every=None and"
+                    " track nothing"
                 )
-        self._lock = None
+        self._lock = None  # all hosts have seen it
 
     def _gather_workers(self) -> list[dict[str, Any]]:
         """Return a description of each worker by rank; warn if their results may differ."""
@@ -219,8 +242,11 @@ class Session:
         }
         workers = self.world.all_gather_json(worker, "starting")
         first = workers[0]["environment"]
-        found = ((rank, differences(first, one["environment"])) for rank, one in enumerate(workers))
-        rank, lines = next((pair for pair in found if pair[1]), (0, ""))
+        changes = (
+            (rank, differences(first, other["environment"])) for rank, other in enumerate(workers)
+        )
+        # the first one is enough for a warning
+        rank, lines = next((pair for pair in changes if pair[1]), (0, ""))
         if lines and self._process.rank == 0:
             logging.getLogger("samestep").warning(
                 "results may depend on the number of workers, because the environment of worker "
@@ -233,9 +259,9 @@ class Session:
     def _check_exchange(self) -> None:
         """Tell the launcher about NCCL, whose errors end processes; warn of a slow exchange."""
         state = LauncherState.from_environment(os.environ)
-        if state is not None and self.world.exchange == "NCCL":
+        if state is not None and self.world.backend == "NCCL":
             state.report_nccl()
-        if self.world.exchange == "host memory" and self._process.rank == 0:
+        if self.world.backend == "host memory" and self._process.rank == 0:
             logging.getLogger("samestep").warning(
                 "workers share GPUs, so gradients are exchanged through host memory, which is slow,"
                 " because NCCL refuses two workers on one GPU; start one worker per GPU"
@@ -276,7 +302,7 @@ class Session:
             snapshot=None if resumed is None else str(resumed.path),
             continues=last_own_step(self.config, resumed) >= 0,
             lanes=self.config.lanes,
-            exchange=self.world.exchange,
+            exchange=self.world.backend,
             workers=[
                 {name: worker[name] for name in ("rank", "host", "pid", "devices")}
                 for worker in workers
@@ -323,6 +349,8 @@ class Session:
         """Report an error to the other workers, so that all exit, and to the record."""
         self.world.abandoned = True
         self.world.status.report_failure(error)
+        # The other workers first: they wait for this one. Then the record, which any worker can add
+        # an event to, since only rank 0 has it open.
         with suppress(Exception):  # the error being reported is more important
             record = open_record(self.config.dir, writes=True)
             trace = "".join(traceback.format_exception(error))
@@ -378,11 +406,11 @@ def find_snapshot(
         downloads = None
         if not has_begun and config.remote is not None and config.dir is not None:
             downloads = Downloads(config.remote, config.dir, world)
-        memory = in_memory if has_begun else None
+        memory = in_memory if has_begun else None  # otherwise of another history
         newest = load_newest(config.dir, world, report_rejected, memory, downloads)
         if newest is not None:
             return newest
-    if config.resume in {"auto", "never"}:
+    if config.resume in {"auto", "never"}:  # nothing was found, or nothing is wanted
         return None
     if is_url(config.resume) and config.dir is not None:
         return load_from(config.resume, config.dir, world)
@@ -405,7 +433,7 @@ def set_other_snapshots_aside(
     aside = config.dir / f"superseded-{attempt}"
     for path in others:
         aside.mkdir(exist_ok=True)
-        path.rename(aside / path.name)
+        path.rename(aside / path.name)  # nothing is removed: the user may want them
     if others:
         names = [path.name for path in others]
         record.event("snapshots_set_aside", path=str(aside), snapshots=names)
@@ -416,18 +444,18 @@ def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot 
 
     Each of the `workers` has `devices` devices.
     """
-    total = workers * devices
+    total = workers * devices  # a lane is computed by one device
     if resumed is None:
         lanes = config.lanes or total
     else:
         lanes = int(resumed.info["lanes"])
         seed = int(resumed.info["seed"])
         pairs = ("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)
-        for name, given, saved in pairs:
-            if given != saved:
+        for name, configured, saved in pairs:
+            if configured != saved:
                 raise ConfigError(
                     f"{name} must be {saved}, as in the snapshot that the run resumes from, got "
-                    f"{given}; it is fixed for a run: use {name}={saved}, or resume='never'"
+                    f"{configured}; it is fixed for a run: use {name}={saved}, or resume='never'"
                 )
     if total > lanes:
         where = "" if resumed is None else " in the snapshot that the run resumes from"

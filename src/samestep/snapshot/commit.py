@@ -34,6 +34,8 @@ from samestep.snapshot.read import check, inspect, list_snapshots, remove, step_
 from samestep.snapshot.state import merge
 from samestep.storage import write_atomically
 
+# Files are polled, since a shared file system tells nobody about changes. The first polls are
+# frequent because small snapshots are complete within milliseconds.
 FIRST_DELAY_SECONDS: Final = 0.005
 LONGEST_DELAY_SECONDS: Final = 0.25
 # errors of a damaged snapshot; with others the file system fails, perhaps only now
@@ -43,7 +45,7 @@ DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
 class PeerFailedError(SnapshotError):
     """Another worker failed; the message is that worker's."""
 
-    is_secondary = True
+    is_secondary = True  # the record blames that worker instead of this one
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class CommitProtocol:
     """
 
     directory: Path
-    attempt: str
+    attempt: str  # of the run, with the number of the save
     rank: int
     workers: int
     timeout_seconds: float
-    given_up: threading.Event
+    given_up: threading.Event  # set when the process exits
 
     def raise_if_given_up(self) -> None:
         """Raise `SnapshotError` once this worker has given up."""
@@ -67,6 +69,7 @@ class CommitProtocol:
 
     def send_part(self, part: Part) -> None:
         """Report this worker's part, whose data file is durable, to rank 0."""
+        # Rank 0 takes a part as proof that the data is on disk. So it appears complete, and last.
         write_atomically(self._part_path(self.rank), part.to_bytes())
 
     def receive_parts(self) -> list[Part]:
@@ -77,9 +80,10 @@ class CommitProtocol:
         paths = [self._part_path(rank) for rank in range(self.workers)]
 
         def missing() -> str:
+            # One listing instead of two lookups per worker: a file server notices the difference.
             present = {path.name for path in self.directory.iterdir()}
             for rank in range(self.workers):
-                if self._failed_path(rank).name in present:
+                if self._failed_path(rank).name in present:  # no need to wait for the others
                     raise self._failure(rank)
             late = [str(rank) for rank, path in enumerate(paths) if path.name not in present]
             return f"worker {', '.join(late)} did not write its part" if late else ""
@@ -92,9 +96,13 @@ class CommitProtocol:
 
         Only the parts must go: other workers wait for that.
         """
+        # The commit: from here on, the snapshot exists, even if this process is killed.
         write_atomically(self.directory / NAME, manifest.to_bytes())
+        # Each worker takes the removal of its part as the news that the save is complete.
         for rank in range(self.workers):
             self._part_path(rank).unlink()
+        # An attempt that was killed during its save of this step may have left files. They only
+        # take space, so errors do not matter.
         named = {NAME, *(file.name for file in manifest.files)}
         for path in self.directory.iterdir():
             if path.name not in named:
@@ -105,11 +113,13 @@ class CommitProtocol:
         """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""
 
         def missing() -> str:
-            # checked first: rank 0 reports a failure before it removes parts
+            # Checked first: rank 0 reports a failure before it removes parts, and it may do both
+            # between two of these lines.
             is_pending = self._part_path(self.rank).exists()
             if self._failed_path(0).exists():
-                self._discard([self.rank])
+                self._discard([self.rank])  # also if rank 0 was killed before it did
                 raise self._failure(0)
+            # The part is gone without a commit or a report: someone removed the directory.
             if not (is_pending or (self.directory / NAME).exists()):
                 raise SnapshotError("its files were removed")
             return "worker 0 did not write the manifest" if is_pending else ""
@@ -121,18 +131,22 @@ class CommitProtocol:
 
         Files that a manifest names stay: an error after the commit damages no snapshot.
         """
+        # Rank 0 may fail after the commit, such as while it removes parts. The others still wait
+        # for that, and would otherwise report a failure of a snapshot that exists.
         if self._is_committed():
             for rank in range(self.workers):
                 with suppress(OSError):
                     self._part_path(rank).unlink(missing_ok=True)
             return
         self._discard([self.rank])
+        # Only now, because removing the data makes room on a full disk.
         path = self._failed_path(self.rank)
         try:
             write_atomically(path, str(failure).encode())
         except OSError:
             with suppress(OSError):
                 path.touch()  # an empty file fits on a full disk
+        # After the report: a worker whose part disappears looks for the reason.
         if self.rank == 0:
             self._discard(range(self.workers))
 
@@ -140,13 +154,14 @@ class CommitProtocol:
         deadline = time.monotonic() + self.timeout_seconds
         delay = FIRST_DELAY_SECONDS
         while what := missing():
-            if self.given_up.wait(delay):
+            if self.given_up.wait(delay):  # the sleep between two polls
                 raise SnapshotError(f"{what} before this worker stopped")
             if time.monotonic() > deadline:
                 raise SnapshotError(f"{what} within {self.timeout_seconds:g} seconds")
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
     def _failure(self, rank: int) -> PeerFailedError:
+        # On a full disk, the report is an empty file.
         unknown = f"worker {rank} could not write its part of snapshot {self.directory}"
         return PeerFailedError(self._failed_path(rank).read_text() or unknown)
 
@@ -158,7 +173,7 @@ class CommitProtocol:
             return False
         except (OSError, SnapshotError):  # better extra files than a manifest without its data
             return self.rank == 0
-        return manifest.attempt == self.attempt
+        return manifest.attempt == self.attempt  # otherwise an earlier save of this step
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -168,6 +183,8 @@ class CommitProtocol:
 
     def data_path(self, rank: int) -> Path:
         """Return the path of a worker's data file."""
+        # No save ever writes to files of another one, not even of the same step: an older manifest
+        # and its data stay valid until the new manifest replaces it.
         return self.directory / f"tensors-{self.attempt}-{rank}-of-{self.workers}.safetensors"
 
     def _part_path(self, rank: int) -> Path:
@@ -193,6 +210,7 @@ def combine(
         torch=str(torch.__version__),
         score=score,
         info=info,
+        # only that of rank 0 has the values that all workers share
         state=reduce(merge, (part.state for part in parts)),
         specs=_specs(parts),
         pieces=_pieces(parts),
@@ -201,6 +219,7 @@ def combine(
 
 
 def _specs(parts: Sequence[Part]) -> dict[str, TensorSpec]:
+    # Rank 0 describes all shared tensors; others describe those of which they wrote a piece.
     specs: dict[str, TensorSpec] = {}
     for rank, part in enumerate(parts):
         for name, spec in part.specs.items():
@@ -215,6 +234,8 @@ def _specs(parts: Sequence[Part]) -> dict[str, TensorSpec]:
 def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
     """Return the pieces of each tensor; of equal pieces from several workers, the first."""
     pieces: dict[str, list[StoredPiece]] = {name: [] for part in parts for name in part.specs}
+    # Shared tensors were divided without overlap and have no digests. Complete tensors among the
+    # workers' own states may have been written by several workers, which must agree.
     digests: dict[tuple[str, int, int], str | None] = {}
     for rank, part in enumerate(parts):
         for name, start, stop, offset, digest in part.pieces:
@@ -226,7 +247,8 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
             if not is_repeated:
                 pieces[name].append(StoredPiece(rank, start, stop, offset))
     return {
-        name: tuple(sorted(found, key=lambda piece: piece.start)) for name, found in pieces.items()
+        name: tuple(sorted(stored, key=lambda piece: piece.start))
+        for name, stored in pieces.items()
     }
 
 
@@ -252,20 +274,26 @@ class Retention:
         the file system fails, stays.
         """
         self._checked.add(written)
-        self._unreadable.clear()
+        self._unreadable.clear()  # the file system may work again
         paths = [path for path in list_snapshots(self._directory) if not path.is_symlink()]
         steps = {path: step_of(path) or 0 for path in paths}
+        # newest first
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
+        # This compares only the sizes of files. `choose` then reads those that may stay completely.
         scores = {path: inspect(path).score for path in candidates if self._is_valid(path, inspect)}
         staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
+        # What cannot be read now may be all that is left to resume from later.
         staying |= {written, *self._unreadable}
         old = [path for path in candidates if path not in staying]
+        # A damaged snapshot goes with the complete ones of its age. One without a manifest never
+        # was complete, and nobody writes to it any more, since saves follow one another.
         removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
         for path in removed:
             remove(path)
         return removed
 
     def _is_complete(self, path: Path) -> bool:
+        # Reads every byte, so once per process.
         if path not in self._checked and self._is_valid(path, check):
             self._checked.add(path)
         return path in self._checked
@@ -275,6 +303,7 @@ class Retention:
             examine(path)
         except SnapshotError as error:
             cause = error.__cause__
+            # Input/output errors and lost connections say nothing about the snapshot.
             if isinstance(cause, OSError) and cause.errno not in DAMAGE:
                 self._unreadable.add(path)
             return False
@@ -299,6 +328,8 @@ def choose(
     ]
     by_step = sorted(steps, key=steps.__getitem__, reverse=True)
     by_score = [path for _, _, path in sorted(scored, reverse=True)]
+    # `islice` ends as soon as enough are found: each check may read many gigabytes.
     newest = list(islice(filter(is_complete, by_step), keep_last))
     best = islice(filter(is_complete, by_score), keep_best)
+    # With too few complete ones, no age is old enough for the others to be removed.
     return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0

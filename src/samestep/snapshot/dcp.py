@@ -40,7 +40,7 @@ def write_dcp(
     from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    ((name, _),) = state.items()
+    ((name, _),) = state.items()  # one object
 
     class Planner(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> torch.Tensor:  # one tensor at a time
@@ -55,6 +55,7 @@ def write_dcp(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+            # `no_dist`: this process writes alone, even if it is in a process group.
             save(state, storage_writer=writer, planner=Planner(), no_dist=True)
     except CheckpointException as error:  # not an `Exception`
         raise next(iter(error.failures.values()))[0] from None
@@ -87,9 +88,10 @@ def read_dcp(directory: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(directory)
     try:
         content = (folder / METADATA).read_bytes()
-        _check_lengths(content)
+        _check_lengths(content)  # before the unpickler allocates anything
         metadata = _Reader(io.BytesIO(content)).load().fields
         tensors = _read_tensors(folder, metadata)
+        # torch flattens keys to names, and keeps the keys here
         paths = metadata["planner_data"] or {}
         return _nested({paths.get(name, (name,)): tensor for name, tensor in tensors.items()})
     except Exception as error:
@@ -102,16 +104,18 @@ def read_dcp(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path, metadata: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    described = {name: one.fields for name, one in metadata["state_dict_metadata"].items()}
+    described = {name: entry.fields for name, entry in metadata["state_dict_metadata"].items()}
     shapes = {
         name: (fields["size"], fields["properties"].fields[0])
         for name, fields in described.items()
         if "size" in fields
     }
     needed = sum(prod(size) * dtype.itemsize for size, dtype in shapes.values())
+    # A damaged or forged size must not allocate more than the checkpoint can fill.
     if needed > (present := sum(path.stat().st_size for path in folder.rglob("*"))):
         raise ValueError(f"its tensors have {needed} bytes, but its files only {present}")
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
+    # Torch stores every element once, so counting them finds parts that are missing.
     missing = {name: tensor.numel() for name, tensor in tensors.items()}
     for index, stored in metadata["storage_data"].items():
         if (name := index.fields["fqn"]) in tensors:
@@ -146,6 +150,8 @@ _STAND_INS: Final = {
 class _Reader(pickle.Unpickler):
     """Reads metadata: numbers, texts, containers, dtypes, and `_Fields` for everything else."""
 
+    # The unpickler calls this for every class and function that the pickle names. It gets only
+    # stand-ins, containers and dtypes, so no code of torch or of an attacker runs.
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith(_DESCRIBING):
             return _Fields
@@ -184,6 +190,7 @@ def _read_part(
         data = file.read(length)
     if len(data) < length:
         raise ValueError(f"{relative_path} is truncated")
+    # `weights_only` refuses to run code of the file.
     part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(part, torch.Tensor):
         raise TypeError(f"{relative_path} holds a {type(part).__name__}, expected a tensor")
@@ -191,6 +198,7 @@ def _read_part(
 
 
 def _place(part: torch.Tensor, tensor: torch.Tensor, offset: Sequence[int]) -> None:
+    # a view; slices past the end make it smaller
     where = tensor[tuple(map(slice, offset, map(add, offset, part.shape)))]
     if where.shape != part.shape:
         raise ValueError(f"a part of shape {list(part.shape)} at {list(offset)} does not fit")

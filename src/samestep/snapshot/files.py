@@ -39,6 +39,7 @@ READERS: Final = 2
 LARGEST_SEGMENT_BYTES: Final = 2**28
 READ_BYTES: Final = 2**18  # at a time, so that the checksum finds them in the CPU cache
 UNCACHED: Final = getattr(os, "O_DIRECT", 0)
+# no path: a manifest must not name files elsewhere
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -49,6 +50,7 @@ class DataFile:
     name: str
     size: int
     segment_bytes: int
+    # of consecutive segments, so that several workers can check one file
     checksums: tuple[str, ...]
 
     def segments(self) -> Iterator[tuple[int, int, str]]:
@@ -73,12 +75,12 @@ class DataFile:
             )
         if len(checksums) != (count := -(-typed(size, int) // segment_bytes)):
             raise ValueError(f"expected {count} checksums for {name}, got {len(checksums)}")
-        return cls(name, size, segment_bytes, tuple(typed(one, str) for one in checksums))
+        return cls(name, size, segment_bytes, tuple(typed(digest, str) for digest in checksums))
 
 
 def typed(value: Any, kind: type) -> Any:
     """Return `value`. Raises `TypeError` unless its type is exactly `kind`."""
-    if type(value) is not kind:
+    if type(value) is not kind:  # a bool is an instance of int
         raise TypeError(f"expected {kind.__name__}, got {value!r}")
     return value
 
@@ -105,7 +107,7 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
     """Write all of `data` at `offset` of a file."""
     rest = memoryview(data)
     while rest:
-        count = os.pwrite(descriptor, rest, offset)
+        count = os.pwrite(descriptor, rest, offset)  # perhaps fewer bytes than asked
         rest, offset = rest[count:], offset + count
 
 
@@ -120,13 +122,16 @@ def write_durably(
     """
     checksums = []
     with path.open("wb", buffering=0) as file:
-        _set_uncached(file.fileno(), uncached=True)
+        _set_uncached(file.fileno(), uncached=True)  # refused by some file systems
         for start in range(0, len(data), segment_bytes):
-            before_segment()
+            before_segment()  # a write cannot be interrupted, the loop can
             segment = data[start : start + segment_bytes]
+            # Of memory, before the write, so that checks also find what the disk and its driver
+            # did.
             checksums.append(checksum(segment))
-            while segment:
+            while segment:  # a write may take fewer bytes
                 segment = segment[_write(file.fileno(), segment) :]
+        # What vouches for this data is written only after this call.
         os.fsync(file.fileno())
     return tuple(checksums)
 
@@ -163,7 +168,7 @@ def read_into(descriptor: int, offset: int, buffers: Iterable[memoryview]) -> st
             count = os.preadv(descriptor, [rest[:READ_BYTES]], offset)
             if not count:
                 raise OSError(errno.EIO, "the file ends early")
-            digest.update(rest[:count])
+            digest.update(rest[:count])  # still in the CPU's cache
             rest, offset = rest[count:], offset + count
     return digest.hexdigest()
 
@@ -185,6 +190,8 @@ def read_data_file(
     """
 
     def read(segments: Sequence[tuple[int, int, str]]) -> None:
+        # Bytes that nobody needs are read as well, since the checksum is that of a segment. Every
+        # thread has its own room for them.
         spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
         with (directory / file.name).open("rb", buffering=0) as opened:
             for start, stop, expected in segments:
@@ -197,20 +204,24 @@ def read_data_file(
         last = bisect_left(destinations, stop, key=itemgetter(0)) - 1
         return last >= 0 and destinations[last][0] + len(destinations[last][1]) > start
 
-    segments = [one for one in file.segments() if not only_destinations or is_used(*one)]
+    segments = [
+        segment for segment in file.segments() if not only_destinations or is_used(*segment)
+    ]
+    # Consecutive segments for each reader and thread, so that each reads in the order of the file.
     number, parts = part
     segments = segments[len(segments) * number // parts : len(segments) * (number + 1) // parts]
-    threads = READERS if parts == 1 else 1
+    threads = READERS if parts == 1 else 1  # several workers of a host already read together
     share = max(-(-len(segments) // threads), 1)
     shares = [segments[start : start + share] for start in range(0, len(segments), share)]
     with ThreadPoolExecutor(threads) as readers:
-        list(readers.map(read, shares))
+        list(readers.map(read, shares))  # raises the first error
 
 
 def buffers_of(
     start: int, stop: int, destinations: Sequence[Destination], spare: memoryview
 ) -> Iterator[memoryview]:
     """Yield the memory for bytes [start, stop) of a file, parts of `spare` between destinations."""
+    # the last destination that begins at `start` or before, or the first one
     first = max(bisect_right(destinations, start, key=itemgetter(0)) - 1, 0)
     for offset, memory in destinations[first:]:
         if offset >= stop:
@@ -237,11 +248,14 @@ class Holders:
     ) -> None:
         self._readable = readable
         self._lacking: dict[int, set[int]] = {}  # by receiver
+        # All workers compute the same assignment from the same answers, without further messages. A
+        # host with a worker that reads all files lacks nothing.
         for host in hosts:
             if all(readable[rank] is not None for rank in host):
                 present = set().union(*(readable[rank] or () for rank in host))
                 self._lacking[host[0]] = set(range(count)) - present
         self._sent: dict[int, list[int]] = {}  # by sender
+        # The first worker that has a file sends it to all hosts that lack it.
         for index in sorted(set().union(*self._lacking.values())):
             sender = next(rank for rank in range(len(readable)) if self.can_read(rank, index))
             self._sent.setdefault(sender, []).append(index)
@@ -258,6 +272,7 @@ class Holders:
 
     def rounds(self, files: Sequence[DataFile]) -> Iterator[dict[int, list[Segment]]]:
         """Yield what each worker sends at the same time; a worker receives `TRANSFER_BYTES`."""
+        # a worker may receive from all senders at once
         limit = TRANSFER_BYTES // max(len(self._sent), 1)
         left = {
             sender: deque(
@@ -266,13 +281,14 @@ class Holders:
             for sender, sent in self._sent.items()
         }
         while any(left.values()):
-            found: dict[int, list[Segment]] = {}
+            sent_now: dict[int, list[Segment]] = {}
             for sender, segments in left.items():
                 size = 0
+                # at least one segment, whatever its size
                 while segments and (not size or size + _length(segments[0]) <= limit):
                     size += _length(segments[0])
-                    found.setdefault(sender, []).append(segments.popleft())
-            yield found
+                    sent_now.setdefault(sender, []).append(segments.popleft())
+            yield sent_now
 
 
 def _length(segment: Segment) -> int:
@@ -298,16 +314,18 @@ def transfer(
             yield segment, data.numpy().data[first : first + _length(segment)]
             first += _length(segment)
 
-    sizes = {sender: sum(map(_length, some)) for sender, some in segments.items()}
+    # bytes of this round; both sides know them
+    sizes = {sender: sum(map(_length, sent_segments)) for sender, sent_segments in segments.items()}
     sent: dict[int, Tensor] = {}
     if world.rank in segments:
-        own = torch.empty(sizes[world.rank], dtype=torch.uint8)
-        for segment, part in split(world.rank, own):
+        outgoing = torch.empty(sizes[world.rank], dtype=torch.uint8)  # [bytes]
+        for segment, part in split(world.rank, outgoing):
             read(segment, part)
-        sent = dict.fromkeys(holders.receivers(world.rank), own)
+        sent = dict.fromkeys(holders.receivers(world.rank), outgoing)
     senders = [sender for sender in segments if world.rank in holders.receivers(sender)]
+    # [bytes] by sender; each holds the sender's segments in a row
     received = {sender: torch.empty(sizes[sender], dtype=torch.uint8) for sender in senders}
-    world.transfer(sent, received, READING)
+    world.transfer(sent, received, READING)  # collective, even for workers without a share
     for sender, data in received.items():
         for segment, part in split(sender, data):
             write(segment, part)

@@ -39,15 +39,16 @@ class Hook:
     """
 
     def __init__(self, name: str) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the flags below
         self._requested = self._busy = self._closed = False
+        # It ends with the process: a storage that hangs must not keep a finished run alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def on_commit(self, path: Path) -> None:
         """Request a pass that begins after this call, and return immediately."""
         with self._changed:
-            self._requested = True
+            self._requested = True  # also while a pass runs, which may have missed it
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -75,6 +76,7 @@ class Hook:
                     return
                 self._requested, self._busy = False, True
             try:
+                # Without the lock: a pass takes long, and `on_commit` must not wait.
                 self._make_pass()
             except BaseException:
                 with self._changed:  # `finish` must not wait for a thread that has ended
@@ -98,7 +100,7 @@ class FunctionHook(Hook):
 
     def on_commit(self, path: Path) -> None:
         """Schedule the calls for the files of a snapshot."""
-        self._waiting.append(path)
+        self._waiting.append(path)  # before the request, which starts the pass
         super().on_commit(path)
 
     def close(self) -> None:
@@ -113,12 +115,13 @@ class FunctionHook(Hook):
 
     def _call(self, snapshot: Path) -> None:
         try:
+            # a copy has no manifest before its data
             names = [*(file.name for file in inspect(snapshot).files), NAME]
         except SnapshotError:
             return  # removed, because newer ones exist
         path = snapshot
         try:
-            for path in (snapshot / name for name in names):
+            for path in (snapshot / name for name in names):  # `path` names the file in an error
                 self._function(path)
         except BaseException as error:  # noqa: BLE001  not even sys.exit() there stops training
             reason = f"{type(error).__name__}: {error}"
@@ -182,22 +185,34 @@ class Mirror(Hook):
             self._failure = None
 
     def _copy(self) -> None:
+        # Both sides are listed again in every pass. Nothing is remembered, so it does not matter
+        # where an earlier pass or process was interrupted.
         names = self._remote.names()
         if self._set_aside is not None:
+            # Before anything is compared: these would count as newer than what the run writes now.
             names = self._without_later(names, *self._set_aside)
+            # if the move was interrupted, the next start repeats it
             forget_superseded(self._directory)
             self._set_aside = None
         manifests = {Path(name): self._inspect(name) for name in names}
         remote = {path: manifest for path, manifest in manifests.items() if manifest is not None}
-        local = self._complete_local(remote)
+        local = self._complete_local(remote)  # by name, as in the storage
         newest = max((manifest.step for manifest in local.values()), default=-1)
         # later remote steps belong to another history
-        known = {path: one for path, one in {**remote, **local}.items() if one.step <= newest}
-        scores = {path: manifest.score for path, manifest in known.items()}
+        history = {
+            path: manifest
+            for path, manifest in {**remote, **local}.items()
+            if manifest.step <= newest
+        }
+        scores = {path: manifest.score for path, manifest in history.items()}
+        # The best ones may be remote only, since the directory keeps its own selection.
         staying, horizon = choose(scores, self._keep_last, self._keep_best)
+        # The newest first: it is the one that a run on another host would resume from.
         for path in sorted(staying & local.keys(), key=lambda path: local[path].step, reverse=True):
             if not _is_same(local[path], remote.get(path)):
                 self._send(self._directory / path)
+        # Removals come last, when the snapshots that stay are complete. One without a manifest was
+        # left by an upload that did not end.
         for path in map(Path, names):
             step = step_of(path) or 0
             if path not in staying and (
@@ -208,17 +223,17 @@ class Mirror(Hook):
 
     def _complete_local(self, remote: Mapping[Path, Manifest]) -> dict[Path, Manifest]:
         """Return the directory's complete snapshots, after reading every byte that will be sent."""
-        found = {}
+        manifests = {}
         for path in list_snapshots(self._directory):
             with suppress(SnapshotError):
                 name, manifest = Path(path.name), inspect(path)
-                found[name] = manifest if _is_same(manifest, remote.get(name)) else check(path)
-        return found
+                manifests[name] = manifest if _is_same(manifest, remote.get(name)) else check(path)
+        return manifests
 
     def _without_later(self, names: list[str], start: int, folder: str) -> list[str]:
         later = [name for name in names if (step_of(Path(name)) or 0) > start]
         for name in later:
-            self._remote.set_aside(name, folder)
+            self._remote.set_aside(name, folder)  # copied completely, then removed
         if later:
             url = f"{self._remote.url}/{folder}"
             self._report("snapshots_set_aside", path=url, snapshots=later)
@@ -244,8 +259,8 @@ class Mirror(Hook):
         self._report("snapshot_copied", step=step_of(path), url=url, bytes=sent, seconds=seconds)
 
 
-def _is_same(one: Manifest, other: Manifest | None) -> bool:
-    return other is not None and one.attempt == other.attempt
+def _is_same(manifest: Manifest, other: Manifest | None) -> bool:
+    return other is not None and manifest.attempt == other.attempt
 
 
 class PostCommitHooks:
@@ -269,15 +284,18 @@ class PostCommitHooks:
         if remote is not None:
             set_aside = superseded(config.dir, remote.url)  # left by an earlier start
             if config.resume != "auto":
+                # A move that was interrupted goes on, from the earlier of the two steps.
                 start = min(start, set_aside[0]) if set_aside else start
                 set_aside = start, f"superseded-{attempt}"
+                # before the first pass, so that a kill does not lose it
                 set_superseded(config.dir, remote.url, *set_aside)
             limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
+            # starts with a pass
             mirror = Mirror(remote, config.dir, **limits, report=self._queue, set_aside=set_aside)
             self._hooks.append(mirror)
 
     def _queue(self, kind: str, **fields: Any) -> None:
-        self._events.put((kind, fields))
+        self._events.put((kind, fields))  # `report_events` takes them out between steps
 
     def on_commit(self, path: Path) -> None:
         """Pass a snapshot to all hooks."""

@@ -36,11 +36,11 @@ from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
 from samestep.snapshot.files import TRANSFER_BYTES
 from samestep.snapshot.memory_slot import MemorySlot, SlotContent
-from samestep.snapshot.part import Contribution, Part, contribution
+from samestep.snapshot.part import Contribution, Part, contribution_of
 from samestep.snapshot.read import READ_ERRORS, Snapshot, SnapshotSource, read_together
 from samestep.snapshot.state import States
 
-SHARE_OF_TIME: Final = 0.01
+SHARE_OF_TIME: Final = 0.01  # of training, at most
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory
 _OPEN_FILES: Final = Path("/proc/self/fd")
 _runs_without_directory = count()
@@ -81,19 +81,19 @@ class InMemorySnapshots:
         self._run = self._directory
         if not self._directory and launcher_state is not None:
             self._run = str(next(_runs_without_directory))
-        self._files = [] if launcher_state is None else launcher_state.slots
+        self._files = [] if launcher_state is None else launcher_state.slots  # by worker, then slot
         own_files = self._files[process.local_rank] if self._files else []
         self._slots = [MemorySlot(file) for file in own_files]
         # the parts on this host, and which ones each worker has on its host
         self._contents: dict[tuple[SnapshotKey, int], SlotContent] = {}
         self._present: list[set[tuple[SnapshotKey, int]]] = []
-        self._next_slot = 0
+        self._next_slot = 0  # equal on all workers
         self._written_slot: int | None = None  # that is being written to disk
-        self._saves, self._saved_step = 0, -1
+        self._saves, self._saved_step = 0, -1  # of this attempt
         self._given_up = False
         self._due_time = 0.0
         self._modules_reported = False
-        self._barriers_at_save = -1
+        self._barriers_at_save = -1  # the world's count of barriers then
 
     @property
     def is_enabled(self) -> bool:
@@ -106,6 +106,7 @@ class InMemorySnapshots:
         begun = False
         if attempt > 0 and state is not None:
             begun = state.step is not None and state.directory == self._directory
+        # A replaced host has a new launcher, which knows nothing of the run.
         return any(self._world.all_gather_json(begun, "starting"))
 
     def time_is_up(self) -> bool:
@@ -130,6 +131,7 @@ class InMemorySnapshots:
         """
         if is_new:
             self._clear_slots()
+        # From here on, replacement workers resume whatever `resume` says, see `has_begun`.
         if self._launcher_state is not None and self._process.local_rank == 0:
             self._launcher_state.report_start(self._directory, step)
         # one worker per host reports, once, that there is no memory
@@ -154,7 +156,7 @@ class InMemorySnapshots:
         step: int,
         attempt: str,
         shared: States,
-        own: States,
+        own_states: States,
         info: States,
         started: float,
         *,
@@ -168,10 +170,13 @@ class InMemorySnapshots:
         """
         if step == self._saved_step:  # by `stage`, after the workers agreed on `writing`
             return
+        # All workers agreed in the same note, so all of them free the slot at the same save.
         if not writing:
             self._written_slot = None
-        mine, values = contribution(shared, own, self._world.rank, self._world.size)
-        self._write(step, attempt, info, started, mine, values)
+        contribution, values = contribution_of(
+            shared, own_states, self._world.rank, self._world.size
+        )
+        self._write(step, attempt, info, started, contribution, values)
 
     @property
     def can_stage(self) -> bool:
@@ -184,7 +189,7 @@ class InMemorySnapshots:
         attempt: str,
         info: States,
         started: float,
-        mine: Contribution,
+        contribution: Contribution,
         values: Sequence[torch.Tensor],
     ) -> memoryview | None:
         """Copy a contribution, even for a snapshot on disk; return its data file, None without one.
@@ -194,8 +199,8 @@ class InMemorySnapshots:
         if self._every is None or not self._stages:
             return None
         self._written_slot = None
-        data = self._write(step, attempt, info, started, mine, values)
-        self._written_slot = (self._next_slot + 1) % SLOTS
+        data = self._write(step, attempt, info, started, contribution, values)
+        self._written_slot = (self._next_slot + 1) % SLOTS  # the slot just written
         return data
 
     def _write(
@@ -204,15 +209,21 @@ class InMemorySnapshots:
         attempt: str,
         info: States,
         started: float,
-        mine: Contribution,
+        contribution: Contribution,
         values: Sequence[torch.Tensor],
     ) -> memoryview | None:
+        # Without any communication since the last save, a slow worker may still be writing its
+        # slot, while a fast one would already overwrite the only complete snapshot, in the other
+        # slot.
         if self._world.barriers == self._barriers_at_save:
             self._world.barrier("starting an in-memory snapshot")
+        # Normally the slots alternate. While one is read for a snapshot on disk, it must not
+        # change.
         number = self._next_slot
         if self._written_slot is not None:
             number = (self._written_slot + 1) % SLOTS
         key = SnapshotKey(step, attempt, self._world.size, number)
+        # A worker that has given up counts as well: all workers must go on using the same slots.
         self._barriers_at_save, self._saves = self._world.barriers, self._saves + 1
         self._next_slot, self._saved_step = (number + 1) % SLOTS, step
         if self._given_up:
@@ -225,15 +236,15 @@ class InMemorySnapshots:
             )
         names = {"run": self._run, "key": list(astuple(key)), "rank": self._world.rank}
         before = time.monotonic()
-        if any(slot.missing_bytes(mine.file_bytes) for slot in self._slots):
-            self._check_memory(mine.file_bytes)
+        if any(slot.missing_bytes(contribution.file_bytes) for slot in self._slots):
+            self._check_memory(contribution.file_bytes)  # else the kernel would kill a process
             for slot in self._slots:  # later ones then need not wait for memory
-                slot.reserve(mine.file_bytes)
-        self._slots[number].reserve(mine.file_bytes)
+                slot.reserve(contribution.file_bytes)
+        self._slots[number].reserve(contribution.file_bytes)
         if self._saves == SLOTS:  # the slots of earlier workers are no longer needed
             self._clear_slots(1)
         preparation_seconds = time.monotonic() - before  # long only for the first saves
-        data = self._slots[number].write({**names, "info": dict(info)}, mine, values)
+        data = self._slots[number].write({**names, "info": dict(info)}, contribution, values)
         ended = time.monotonic()
         self._due_time = ended + (ended - started - preparation_seconds) / SHARE_OF_TIME
         return data
@@ -241,6 +252,8 @@ class InMemorySnapshots:
     def _clear_slots(self, first: int = 0) -> None:
         """Free this worker's slots and those of earlier workers; not its own if `first` is 1."""
         process = self._process
+        # If there are fewer workers than before, each also frees the slots of workers that are
+        # gone.
         for files in self._files[process.local_rank :: process.local_world_size][first:]:
             for file in files:
                 os.ftruncate(file, 0)
@@ -260,7 +273,7 @@ class InMemorySnapshots:
         if here < everywhere:
             read += min(TRANSFER_BYTES, (everywhere - here) * nbytes)
         available = available_bytes()
-        if available is None:
+        if available is None:  # the system does not tell
             return
         if wanted > SHARE_OF_MEMORY * available or wanted + read > available:
             raise SnapshotError(
@@ -276,38 +289,43 @@ class InMemorySnapshots:
         Calls `report("in_memory_snapshot_rejected", reason=...)` for damaged parts.
         """
         faults = []
-        for file in chain.from_iterable(self._files):
+        for file in chain.from_iterable(self._files):  # also those of workers that no longer exist
             try:
                 content = memory_slot.read(file)
             except SnapshotError as error:
                 faults.append(str(error))
                 continue
-            if content is not None and content.label["run"] == self._run:
+            if content is not None and content.label["run"] == self._run:  # not another run's
                 part = SnapshotKey(*content.label["key"]), content.label["rank"]
                 self._contents[part] = content
-        mine = [[astuple(key), rank] for key, rank in self._contents]
-        gathered = self._world.all_gather_json([mine, faults], "looking for in-memory snapshots")
+        own_parts = [[astuple(key), rank] for key, rank in self._contents]
+        gathered = self._world.all_gather_json(
+            [own_parts, faults], "looking for in-memory snapshots"
+        )
         for fault in dict.fromkeys(fault for _, others in gathered for fault in others):
             report("in_memory_snapshot_rejected", reason=fault)
         self._present = [
             {(SnapshotKey(*key), rank) for key, rank in parts} for parts, _ in gathered
         ]
-        found = Counter(key for key, _ in set().union(*self._present))
-        return sorted(key for key, parts in found.items() if parts == key.workers)
+        # A snapshot is complete if each part is on some host: ranks may have moved.
+        part_counts = Counter(key for key, _ in set().union(*self._present))
+        return sorted(key for key, parts in part_counts.items() if parts == key.workers)
 
     def load(self, key: SnapshotKey) -> Snapshot:
         """Load a snapshot that was found; the next save uses the other slot. Collective.
 
         Raises `SnapshotError` if it is damaged, on all workers.
         """
+        # the loaded one stays until a newer one is complete
         self._next_slot = (key.slot + 1) % SLOTS
+        # collective, so not in `find`, which may fail on one worker
         described = self._describe(key)
 
         def find() -> SnapshotSource:
             parts = [described[rank] for rank in range(key.workers)]
             info = parts[0].label["info"]
             manifest = combine(
-                [one.part for one in parts],
+                [content.part for content in parts],
                 step=key.step,
                 attempt=key.attempt,
                 info=info,
@@ -315,6 +333,8 @@ class InMemorySnapshots:
             )
             manifest.validate()
             files = [rank for rank in range(key.workers) if (key, rank) in self._contents]
+            # The slots are read as data files: their names in /proc are the numbers of the open
+            # files.
             return SnapshotSource(manifest, _OPEN_FILES, "", files, memory_slot.START)
 
         manifest, state, shared = read_together(self._world, find, partial(_faults_of, key))
@@ -323,19 +343,20 @@ class InMemorySnapshots:
 
     def _describe(self, key: SnapshotKey) -> dict[int, SlotContent]:
         """Return the descriptions of all parts by rank; hosts send those that others lack."""
-        own = {rank: content for (of, rank), content in self._contents.items() if of == key}
+        local = {rank: content for (of, rank), content in self._contents.items() if of == key}
         lacking = [
             rank
             for rank in range(key.workers)
             if any((key, rank) not in present for present in self._present)
         ]
         if not lacking:
-            return own
+            return local
+        # [missing part][worker]
         holders = [[(key, rank) in present for present in self._present] for rank in lacking]
         sent = [
-            [rank, dict(own[rank].label), own[rank].part.to_bytes().decode()]
+            [rank, dict(local[rank].label), local[rank].part.to_bytes().decode()]
             for rank, having in zip(lacking, holders, strict=True)
-            if having.index(True) == self._world.rank
+            if having.index(True) == self._world.rank  # the first worker that has it
         ]
         gathered = self._world.all_gather_json(sent, "describing an in-memory snapshot")
         received = {
@@ -343,7 +364,7 @@ class InMemorySnapshots:
             for descriptions in gathered
             for rank, label, part in descriptions
         }
-        return received | own
+        return received | local
 
 
 @contextmanager

@@ -59,6 +59,7 @@ class Tracked:
             raise SnapshotError(
                 f"{name!r} must have state_dict and load_state_dict, got {type(item).__name__}"
             )
+        # a `Shard` saves and loads this worker's slices only
         tracked = self._objects[name] = item if shard is None else shard
         if self._snapshot is None:
             return
@@ -69,8 +70,10 @@ class Tracked:
                 "resume='never' and another dir"
             )
         try:
-            state = self._snapshot.state.pop(name)
+            state = self._snapshot.state.pop(name)  # its memory is freed as soon as possible
             if isinstance(tracked, torch.optim.Optimizer):
+                # Torch's optimizers keep the tensors that they load, unlike modules, which copy
+                # them.
                 load_optimizer(tracked, state)
                 if self._snapshot.shared:
                     _free_shared(tracked, state)
@@ -85,10 +88,10 @@ class Tracked:
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states that are equal on all workers, and those that are sharded."""
         shared: dict[str, Any] = {}
-        own: dict[str, Any] = {}
+        own_states: dict[str, Any] = {}
         for name, item in self._objects.items():
-            (own if isinstance(item, Shard) else shared)[name] = item.state_dict()
-        return shared, own
+            (own_states if isinstance(item, Shard) else shared)[name] = item.state_dict()
+        return shared, own_states
 
     def untracked(self) -> str:
         """Return the names of objects in the snapshot that are not tracked yet, as a list."""
@@ -99,6 +102,7 @@ class Tracked:
 def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Copy the tensors of a loaded state that the optimizer kept, so that their memory is freed."""
     loaded = [value for values in state["state"].values() for value in values.values()]
+    # All tensors of an object lie in one mapping, which a single one of them keeps alive.
     kept = {value.data_ptr() for value in loaded if isinstance(value, torch.Tensor)}
     for values in optimizer.state.values():
         for name, value in values.items():
@@ -133,6 +137,7 @@ class SnapshotManager:
         self.stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
         self._environment = dict(environment)
+        # the last one on disk
         self._saved_step = None if resumed is None or resumed.in_memory else resumed.step
         self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
@@ -140,6 +145,7 @@ class SnapshotManager:
         start = last_own_step(config, resumed)
         self._hooks = PostCommitHooks(config, acts=world.rank == 0, attempt=attempt, start=start)
         self._writer: SnapshotWriter | None = None
+        # All workers write, each its part. Only rank 0 commits and removes, and only it runs hooks.
         if config.dir is not None:
             self._writer = SnapshotWriter(
                 config.dir,
@@ -184,23 +190,26 @@ class SnapshotManager:
                     "snapshot_every=None if only the record is needed",
                     self._config.dir,
                 )
+        # The run ends at the next step after a failed save, rather than train without snapshots.
         self._writer.raise_if_failed()
         self._hooks.report_events(self._record.event)
         if not self._prepared and self.is_enabled:
             self._prepared = True
-            if not self.in_memory.can_stage:
+            if not self.in_memory.can_stage:  # otherwise the slots serve as the buffer
                 self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
-    def save(self, step: int, shared: States, own: States, score: float | None) -> None:
+    def save(self, step: int, shared: States, own_states: States, score: float | None) -> None:
         """Copy the states of tracked objects and of the run; write files in the background.
 
-        `shared` and `own` are the run's states, as for `SnapshotWriter.save`.
+        `shared` and `own_states` are the run's states, as for `SnapshotWriter.save`.
         """
         if self._writer is None or not self.tracked:
             return
-        if step == self._saved_step and score is None:
+        if step == self._saved_step and score is None:  # such as at the end of a run
             return
+        # The new snapshot would replace the old one, and lose the state of an object that was not
+        # restored.
         if untracked := self.tracked.untracked():
             raise SnapshotError(
                 f"the run resumed from a snapshot that also holds {untracked}; track it as well "
@@ -211,18 +220,19 @@ class SnapshotManager:
         started = time.perf_counter()
         tracked_shared, tracked_own = self.tracked.states()
         waiting = time.perf_counter()
+        # Collective. A state that differs between workers must not be saved as if it were equal.
         self.compare(step, tracked_shared)
         started += time.perf_counter() - waiting  # this wait is not part of the stall
-        shared, own = {**tracked_shared, **shared}, {**tracked_own, **own}
+        shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
         info, began = self._info(shared), time.monotonic()
 
-        def stage(mine: Contribution, values: Sequence[torch.Tensor]) -> memoryview | None:
-            data = None
+        def stage(contribution: Contribution, values: Sequence[torch.Tensor]) -> memoryview | None:
+            data = None  # then the writer copies to its own buffer
             with self._giving_up(step):
-                data = self.in_memory.stage(step, self._attempt, info, began, mine, values)
+                data = self.in_memory.stage(step, self._attempt, info, began, contribution, values)
             return data  # noqa: RET504  None if the block failed
 
-        self._writer.save(step, shared, own, info, score, stage)
+        self._writer.save(step, shared, own_states, info, score, stage)
         self._saved_step, self._saved_time = step, time.monotonic()
         self.stall_seconds += time.perf_counter() - started
 
@@ -246,10 +256,12 @@ class SnapshotManager:
         tracked_shared, tracked_own = self.tracked.states()
         self.compare(step, tracked_shared)
         with self._giving_up(step):
-            shared, own = states()
-            shared, own = {**tracked_shared, **shared}, {**tracked_own, **own}
+            shared, own_states = states()
+            shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
             info = self._info(shared)
-            self.in_memory.save(step, self._attempt, shared, own, info, started, writing=writing)
+            self.in_memory.save(
+                step, self._attempt, shared, own_states, info, started, writing=writing
+            )
         self.stall_seconds += time.monotonic() - started
 
     @contextmanager
@@ -258,6 +270,8 @@ class SnapshotManager:
         try:
             yield
         except (OSError, SnapshotError) as error:
+            # Training goes on. Without this worker's part, no later copy is complete, and
+            # replacement workers resume from disk.
             self.in_memory.give_up()
             self._record.event("in_memory_snapshot_failed", step=step, reason=str(error))
             logging.getLogger("samestep").warning("no more in-memory snapshots: %s", error)
@@ -279,6 +293,8 @@ class SnapshotManager:
         """
         if self._writer is None:
             return
+        # First the commit, which must succeed; then copies elsewhere; then the removal of old
+        # snapshots, which may be cut short.
         self._writer.wait()
         try:
             self._hooks.finish()
@@ -290,4 +306,4 @@ class SnapshotManager:
         """Stop writing."""
         if self._writer is not None:
             self._writer.close()
-        self._hooks.close()
+        self._hooks.close()  # after the writer, which calls them

@@ -20,8 +20,8 @@ from samestep.snapshot.files import DataFile, checksum, typed
 from samestep.snapshot.state import DTYPES, Plain, canonical, flatten_plain, no_tensor, restore
 
 FORMAT: Final = 2  # it grows when older versions of samestep can no longer read a snapshot
-NAME: Final = "manifest.json"
-LARGEST_BYTES: Final = 2**28
+NAME: Final = "manifest.json"  # a directory without it is not a snapshot
+LARGEST_BYTES: Final = 2**28  # readers load it completely
 MOST_DIMS: Final = 64
 
 
@@ -98,7 +98,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json. Raises `SnapshotError` if invalid or too large."""
-        self.validate()
+        self.validate()  # what is written can be read
         body: dict[str, Plain] = {
             "format": FORMAT,
             "samestep": samestep_version(),
@@ -116,6 +116,7 @@ class Manifest:
             },
             "files": [file.to_json() for file in self.files],
         }
+        # The checksum covers the text without it, which a reader restores by removing the entry.
         data = canonical({**body, "checksum": _checksum(body)}).encode()
         if len(data) > LARGEST_BYTES:
             raise SnapshotError(
@@ -134,7 +135,7 @@ class Manifest:
             raise SnapshotError(
                 f"{NAME} does not describe a snapshot ({type(error).__name__}: {error})"
             ) from error
-        manifest.validate()
+        manifest.validate()  # the numbers may be wrong in spite of a valid checksum
         return manifest
 
     @classmethod
@@ -151,7 +152,9 @@ class Manifest:
             state=body["state"],
             specs={name: TensorSpec.from_json(spec) for name, (spec, _) in body["tensors"].items()},
             pieces={
-                name: tuple(StoredPiece(*(typed(one, int) for one in piece)) for piece in pieces)
+                name: tuple(
+                    StoredPiece(*(typed(number, int) for number in piece)) for piece in pieces
+                )
                 for name, (_, pieces) in body["tensors"].items()
             },
             files=tuple(map(DataFile.from_json, body["files"])),
@@ -159,7 +162,7 @@ class Manifest:
 
     def validate(self) -> None:
         """Raise `SnapshotError` unless pieces cover each tensor once, without overlap in files."""
-        stored: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        stored: list[list[tuple[int, int]]] = [[] for _ in self.files]  # bytes in use, by file
         for name, spec in self.specs.items():
             pieces = self.pieces[name]
             ranges = [(piece.start, piece.stop) for piece in pieces]
@@ -177,6 +180,7 @@ class Manifest:
                 raise SnapshotError(
                     f"{NAME} places pieces outside of the {file.size} bytes of {file.name}"
                 )
+            # an overlap would load one tensor's bytes as another's
             if any(before > after for (_, before), (after, _) in pairwise(sorted(extents))):
                 raise SnapshotError(f"{NAME} places overlapping pieces of tensors in {file.name}")
 
@@ -184,14 +188,14 @@ class Manifest:
         """Raise `SnapshotError` unless all data files have their full size."""
         for file in self.files:
             if (size := size_of(file.name)) != file.size:
-                found = "no file" if size is None else size
-                raise SnapshotError(f"{file.name} must have {file.size} bytes, got {found}")
+                actual = "no file" if size is None else size
+                raise SnapshotError(f"{file.name} must have {file.size} bytes, got {actual}")
 
 
 def tiling_fault(ranges: Iterable[tuple[int, int]], elements: int) -> str | None:
     """Return why (start, stop) ranges do not hold each of `elements` exactly once, or None."""
     end = 0
-    for start, stop in sorted(ranges):
+    for start, stop in sorted(ranges):  # every gap and overlap then shows between neighbors
         if not 0 <= start < stop <= elements:
             return f"{start} to {stop} is not a range of its {elements} elements"
         if start > end:
@@ -207,12 +211,14 @@ def tiling_fault(ranges: Iterable[tuple[int, int]], elements: int) -> str | None
 def _parse(data: bytes) -> dict[str, Any]:
     try:
         body: dict[str, Any] = json.loads(data)
+        # The checksum is that of the values. This also finds changes of bytes that leave them as
+        # they are, such as a space.
         if canonical(body).encode() != data:
             raise SnapshotError(f"{NAME} is damaged: it is not canonical JSON")
-        if (found := body["format"]) != FORMAT:
+        if (version := body["format"]) != FORMAT:
             writer = body.get("samestep", "that wrote it")
             raise SnapshotError(
-                f"{NAME} must have format {FORMAT}, got {found!r}; install samestep {writer} to "
+                f"{NAME} must have format {FORMAT}, got {version!r}; install samestep {writer} to "
                 "read it"
             )
         expected = body.pop("checksum")

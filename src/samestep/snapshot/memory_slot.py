@@ -67,19 +67,23 @@ class MemorySlot:
         return max(0, START + nbytes - os.fstat(self._file).st_size)
 
     def write(
-        self, label: Mapping[str, Any], mine: Contribution, tensors: Sequence[torch.Tensor]
+        self, label: Mapping[str, Any], contribution: Contribution, tensors: Sequence[torch.Tensor]
     ) -> memoryview:
         """Replace the content by a worker's part, with `tensors` as the values of its pieces.
 
         Returns the content of the data file, valid until the next call.
         """
-        self.reserve(mine.file_bytes)
+        self.reserve(contribution.file_bytes)
+        # From here until the last line, the slot holds no part. A kill in between costs only this
+        # one.
         write_at(self._file, bytes(_HEADER.size), 0)
+        # uint8 [nbytes] each
         contents = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
-        end = START + mine.file_bytes
-        data = self._memory[START:end]
-        head = torch.frombuffer(bytearray(mine.header), dtype=torch.uint8)
+        end = START + contribution.file_bytes
+        data = self._memory[START:end]  # uint8 [file_bytes], as in a data file
+        head = torch.frombuffer(bytearray(contribution.header), dtype=torch.uint8)
         if (device := gpu_of(contents)) is not None:
+            # GPUs copy to their places in the slot, all at once; the checksums follow on the host.
             self._pin = self._pin or Pin(self._memory, device)
             parts = data.split([len(head), *map(len, contents)])[1:]
             copy_together(contents, parts)
@@ -87,12 +91,12 @@ class MemorySlot:
         checksums = _copy([head, *contents], data)
         digests = [
             checksum(content.numpy().data) if piece.repeated else None
-            for piece, content in zip(mine.pieces, contents, strict=True)
+            for piece, content in zip(contribution.pieces, contents, strict=True)
         ]
-        file = DataFile("slot", mine.file_bytes, SEGMENT_BYTES, tuple(checksums))
-        part = describe(mine, digests, file)
+        file = DataFile("slot", contribution.file_bytes, SEGMENT_BYTES, tuple(checksums))
+        part = describe(contribution, digests, file)  # the same as a part file on disk
         text = canonical(dict(label)).encode() + b"\n" + part.to_bytes()
-        write_at(self._file, text, end)
+        write_at(self._file, text, end)  # before the header that points to it
         write_at(self._file, _HEADER.pack(_MAGIC, end, len(text), checksum(text).encode()), 0)
         return data.numpy().data
 
@@ -104,7 +108,7 @@ def read(file: int) -> SlotContent | None:
     when they are read.
     """
     header = os.pread(file, _HEADER.size, 0)
-    if not any(header):
+    if not any(header):  # never written, or a save was interrupted
         return None
     magic, start, length, expected = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     is_complete = magic == _MAGIC and start + length <= os.fstat(file).st_size
@@ -125,11 +129,11 @@ def _copy(contents: Sequence[torch.Tensor], memory: torch.Tensor) -> list[str]:
     checksums, data, copied = [], memory.numpy().data, 0
     address = memory.data_ptr()
     for content in contents:
-        for chunk in content.split(SEGMENT_BYTES):
+        for chunk in content.split(SEGMENT_BYTES):  # at most one segment ends in each
             before, copied = copied, copied + chunk.numel()
             if chunk.data_ptr() != address + before:  # a GPU's are there
                 memory[before:copied].copy_(chunk)
-            if before // SEGMENT_BYTES < copied // SEGMENT_BYTES:
+            if before // SEGMENT_BYTES < copied // SEGMENT_BYTES:  # a segment is complete
                 stop = copied // SEGMENT_BYTES * SEGMENT_BYTES
                 checksums.append(checksum(data[stop - SEGMENT_BYTES : stop]))
     if copied % SEGMENT_BYTES:

@@ -21,7 +21,7 @@ from samestep.snapshot.manifest import TensorSpec
 from samestep.snapshot.state import Plain, States, Tensors, canonical, flatten, merge
 from samestep.step.layout import TensorSlice, flattened, storage_order
 
-SEGMENT_BYTES: Final = 2**22
+SEGMENT_BYTES: Final = 2**22  # with one checksum; several readers divide a file by segments
 HEADER_ALIGNMENT: Final = 64  # bytes; readers may map the first tensor of a file into memory
 SHARE_ALIGNMENT: Final = 64  # elements; two workers share no cache line or vector of a tensor
 # Other dtypes are stored as bytes: not every reader of safetensors knows them, and the manifest
@@ -71,6 +71,8 @@ class Contribution:
 
         Source: https://github.com/huggingface/safetensors#format
         """
+        # A worker writes at most one range of each tensor, so the names are unique. Tools that read
+        # safetensors can look into the file; samestep itself uses the manifest.
         entries: dict[str, Plain] = {}
         for piece, (start, stop) in zip(self.pieces, self.ranges(self.nbytes), strict=True):
             dtype = _DTYPE_NAMES.get(piece.dtype)
@@ -80,7 +82,7 @@ class Contribution:
                 "data_offsets": [start, stop],
             }
         text = canonical(entries).encode()
-        text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+        text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)  # the format allows spaces after JSON
         return len(text).to_bytes(8, "little") + text
 
     @property
@@ -130,28 +132,33 @@ class Part:
         )
 
 
-def contribution(
-    shared: States, own: States, rank: int, workers: int
+def contribution_of(
+    shared: States, own_states: States, rank: int, workers: int
 ) -> tuple[Contribution, list[torch.Tensor]]:
     """Return what a worker writes, and the values of its pieces: 1-D, in storage order, not copied.
 
     A worker writes its share of the tensors that are equal on all workers, and all of its own
     state. Raises `SnapshotError` with the path of an unsupported value.
     """
+    # tensors by path, not copied
     shared_state, shared_tensors = flatten(dict(shared))
-    own_state, own_tensors = flatten(dict(own))
+    own_state, own_tensors = flatten(dict(own_states))
     if both := sorted(shared_tensors.keys() & own_tensors.keys()):
         raise SnapshotError(
             f"tensor {both[0]} must be either shared by all workers or this worker's own, got both"
         )
+    # Shared tensors are divided by bytes, so that all disks and hosts have equal work. What a
+    # worker has of its own, it writes itself.
     pairs = [*_shared_pieces(shared_tensors, rank, workers), *_own_pieces(own_tensors)]
     # safetensors requires each piece at a multiple of its element size, without gaps
     pairs.sort(key=lambda pair: -pair[0].dtype.itemsize)
     pieces = [piece for piece, _ in pairs]
+    # Rank 0 also describes tensors without elements, of which nobody writes a piece. The others
+    # leave out what they do not write, which keeps the parts of many workers small.
     described = {piece.tensor for piece in pieces} if rank else shared_tensors.keys()
     tensors = {name: tensor for name, tensor in shared_tensors.items() if name in described}
     specs = {name: _spec(tensor) for name, tensor in (tensors | own_tensors).items()}
-    state = merge(shared_state, own_state) if rank == 0 else own_state
+    state = merge(shared_state, own_state) if rank == 0 else own_state  # plain values once
     return Contribution(state, specs, pieces), [values for _, values in pairs]
 
 
@@ -162,12 +169,15 @@ def share(sizes: Sequence[tuple[int, int]], rank: int, workers: int) -> list[ran
     and each cut moves down to a multiple of 64 elements of its tensor. The ranges of all workers
     hold every element exactly once.
     """
+    # bytes, [tensors + 1]
     offsets = list(accumulate((count * nbytes for count, nbytes in sizes), initial=0))
+    # This worker has the bytes [low, high) of all tensors in a row.
     low, high = (offsets[-1] * worker // workers for worker in (rank, rank + 1))
 
     def element(byte: int, count: int, nbytes: int) -> int:
         if byte >= count * nbytes:
             return count
+        # The worker that ends at a cut and the one that begins there compute the same element.
         return max(byte, 0) // (nbytes * SHARE_ALIGNMENT) * SHARE_ALIGNMENT
 
     return [
@@ -180,7 +190,7 @@ def _shared_pieces(
     tensors: Tensors, rank: int, workers: int
 ) -> Iterator[tuple[LocalPiece, torch.Tensor]]:
     complete: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(tensors.items()):  # the same order on all workers
         if isinstance(tensor, TensorSlice):
             raise SnapshotError(
                 f"tensor {name} must be complete to be shared by all workers, got a slice; "
@@ -190,15 +200,18 @@ def _shared_pieces(
     sizes = [(tensor.numel(), tensor.element_size()) for _, tensor in complete]
     for (name, tensor), elements in zip(complete, share(sizes, rank, workers), strict=True):
         if elements:
-            values = flattened(tensor)[elements.start : elements.stop]
+            values = flattened(tensor)[elements.start : elements.stop]  # 1-D, [stop - start]
             yield LocalPiece(name, elements.start, elements.stop, values.dtype), values
 
 
 def _own_pieces(tensors: Tensors) -> Iterator[tuple[LocalPiece, torch.Tensor]]:
     for name, tensor in tensors.items():
         if isinstance(tensor, TensorSlice):
+            # A slice of a sharded optimizer: no other worker has these elements.
             start, values, repeated = tensor.start, tensor.values, False
         else:
+            # A complete tensor, which other workers may have as well. All of them write it, and the
+            # commit keeps one copy after comparing the digests.
             start, values, repeated = 0, flattened(tensor), True
         if count := values.numel():
             yield LocalPiece(name, start, start + count, values.dtype, repeated), values
@@ -242,6 +255,7 @@ def gpu_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
 def copy_together(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """Copy tensors of equal sizes to host memory, with one wait per GPU."""
     for source, target in zip(sources, targets, strict=True):
+        # copies from a GPU to pinned memory are only queued here
         target.copy_(source, non_blocking=True)
     for device in {source.device for source in sources if source.is_cuda}:
         torch.cuda.synchronize(device)
@@ -267,13 +281,16 @@ class StagingBuffer:
             self._pin = None
             self._memory = torch.empty(0, dtype=torch.uint8)
             room = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8)
+            # Writes that bypass the page cache must start at a page. Zeroing allocates the pages
+            # now.
             self._memory = room[-room.data_ptr() % PAGESIZE :].zero_()
         if device is not None and self._pin is None:
             self._pin = Pin(self._memory, device)
 
-    def copy(self, mine: Contribution, tensors: Sequence[torch.Tensor]) -> memoryview:
+    def copy(self, contribution: Contribution, tensors: Sequence[torch.Tensor]) -> memoryview:
         """Return the content of a data file with the 1-D tensors, valid until the next call."""
-        head = torch.frombuffer(bytearray(mine.header), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(contribution.header), dtype=torch.uint8)
+        # Each is uint8 [nbytes]; the file holds them in this order, without gaps.
         sources = [head, *(tensor.contiguous().view(torch.uint8) for tensor in tensors)]
         sizes = [source.numel() for source in sources]
         self.reserve(sum(sizes), gpu_of(tensors))
@@ -282,22 +299,29 @@ class StagingBuffer:
 
 
 def write_part(
-    path: Path, mine: Contribution, data: memoryview, before_segment: Callable[[], None]
+    path: Path, contribution: Contribution, data: memoryview, before_segment: Callable[[], None]
 ) -> Part:
     """Write the data file durably and return its description; `before_segment` may raise."""
     checksums = write_durably(path, data, SEGMENT_BYTES, before_segment)
+    # Checksums of segments cannot be compared: segments differ between the workers' files.
     digests = [
         checksum(data[start:stop]) if piece.repeated else None
-        for piece, (start, stop) in zip(mine.pieces, mine.ranges(len(data)), strict=True)
+        for piece, (start, stop) in zip(
+            contribution.pieces, contribution.ranges(len(data)), strict=True
+        )
     ]
-    return describe(mine, digests, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
+    return describe(contribution, digests, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
 
 
-def describe(mine: Contribution, digests: Sequence[str | None], file: DataFile) -> Part:
+def describe(contribution: Contribution, digests: Sequence[str | None], file: DataFile) -> Part:
     """Return the description of a data file that ends with the pieces of a contribution.
 
     `digests` are the checksums of repeated pieces.
     """
-    pieces = zip(mine.pieces, mine.ranges(file.size), digests, strict=True)
-    table = [(one.tensor, one.start, one.stop, first, digest) for one, (first, _), digest in pieces]
-    return Part(mine.state, mine.specs, table, file)
+    pieces = zip(contribution.pieces, contribution.ranges(file.size), digests, strict=True)
+    # offsets are bytes from the start of the file, header included
+    table = [
+        (piece.tensor, piece.start, piece.stop, first, digest)
+        for piece, (first, _), digest in pieces
+    ]
+    return Part(contribution.state, contribution.specs, table, file)

@@ -108,9 +108,11 @@ def inspect(path: Path) -> Manifest:
 
 
 def _manifest(path: Path) -> Manifest:
+    # before reading a file that may be anything
     if (size := file_size(path / NAME)) > LARGEST_BYTES:
         raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
     manifest = Manifest.from_bytes((path / NAME).read_bytes())
+    # finds truncated files without reading them
     manifest.check_sizes(lambda name: file_size(path / name))
     return manifest
 
@@ -141,7 +143,7 @@ def find_newest(directory: Path, report: Callable[..., object]) -> Path | None:
 
     Calls `report("snapshot_rejected", path=..., reason=...)` for each newer one with a fault.
     """
-    for path in reversed(list_snapshots(directory)):
+    for path in reversed(list_snapshots(directory)):  # reads every byte of the newest
         if (reason := fault(path)) is None:
             return path
         report("snapshot_rejected", path=str(path), reason=reason)
@@ -213,6 +215,8 @@ def read_state(
     Checks every byte. Raises `SnapshotError` if one is damaged, and the errors of reading files.
     """
     memory = StateMemory(manifest)
+    # Views first, then their bytes: each is read into its place, without a copy. What was not asked
+    # for has no memory, and is read only for its checksum.
     state: dict[str, Any] = restore({"dict": _objects(manifest, objects)}, memory.tensor)
     for file, targets in zip(manifest.files, memory.destinations(), strict=True):
         read_data_file(directory, file, targets, first_byte)
@@ -227,7 +231,7 @@ def _objects(manifest: Manifest, objects: Collection[str] | None) -> list[Any]:
         raise SnapshotError(
             f"it has no {' and no '.join(missing)}; it has {', '.join(map(str, present))}"
         )
-    return [pair for pair in pairs if objects is None or pair[0] in objects]
+    return [pair for pair in pairs if objects is None or pair[0] in objects]  # [name, plain state]
 
 
 class StateMemory:
@@ -243,6 +247,7 @@ class StateMemory:
         self._offsets: dict[str, int] = {}  # by tensor
         for name, spec in manifest.specs.items():
             owner = name.partition("/")[0]
+            # All workers of a host compute the same layout, so they can fill each other's memory.
             self._offsets[name] = start = -(-self.sizes.get(owner, 0) // ALIGNMENT) * ALIGNMENT
             self.sizes[owner] = start + spec.nbytes
         self._written: dict[str, mmap.mmap] = {}  # by object
@@ -252,38 +257,43 @@ class StateMemory:
         """Use files that the workers of this host share, with the `sizes` of the objects."""
         for (owner, size), file in zip(self.sizes.items(), files, strict=True):
             if size:
+                # MAP_SHARED: what is read reaches all workers
                 self._written[owner] = mmap.mmap(file, size)
-                self._kept[owner] = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE)
+                self._kept[owner] = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE)  # copy on write
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a view, in the tensor's shape, of memory that is read in storage order later."""
         spec, owner = self._manifest.specs[name], name.partition("/")[0]
         stored = torch.empty(0, dtype=torch.uint8)
         if spec.nbytes:
-            if owner not in self._kept:
+            if owner not in self._kept:  # this worker reads alone, or there is no shared memory
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                own = mmap.mmap(-1, self.sizes[owner], flags=flags)
-                self._written[owner] = self._kept[owner] = own
+                mapping = mmap.mmap(-1, self.sizes[owner], flags=flags)
+                self._written[owner] = self._kept[owner] = mapping
             offset = self._offsets[name]
+            # The tensor keeps the mapping alive. Its bytes arrive later, through `destinations`.
             stored = torch.frombuffer(
                 self._kept[owner], dtype=torch.uint8, count=spec.nbytes, offset=offset
             )
+        # slowest dim first
         stored = stored.view(spec.dtype).view([spec.shape[dim] for dim in spec.order])
+        # in the logical order of dims
         return stored.permute([spec.order.index(dim) for dim in range(len(spec.order))])
 
     def destinations(self) -> list[list[Destination]]:
         """Return where the bytes of each data file go, for all objects that are in use."""
-        found: list[list[Destination]] = [[] for _ in self._manifest.files]
+        # by data file
+        places: list[list[Destination]] = [[] for _ in self._manifest.files]
         for name, pieces in self._manifest.pieces.items():
             memory = self._written.get(name.partition("/")[0])
             if memory is None:
                 continue
             offset, size = self._offsets[name], self._manifest.specs[name].dtype.itemsize
-            data = memoryview(memory)
+            data = memoryview(memory)  # uint8 [bytes of the object]
             for piece in pieces:
                 target = data[offset + piece.start * size : offset + piece.stop * size]
-                found[piece.file].append((piece.offset, target))
-        return [sorted(targets, key=itemgetter(0)) for targets in found]
+                places[piece.file].append((piece.offset, target))
+        return [sorted(targets, key=itemgetter(0)) for targets in places]
 
 
 @dataclass(frozen=True)
@@ -325,6 +335,8 @@ def read_together(
     worker of a host can read are sent by one that can, to one worker of that host. A block in
     `faults()` raises all errors as `SnapshotError`. If any worker fails, all raise its error.
     """
+    # Four phases: find, then allocate, read, and exchange what a host lacks. After a failure, a
+    # worker does nothing but make the remaining collective calls, so that none of the others hangs.
     reading = _Reading(faults)
     source = reading.attempt(find)
     answer = [
@@ -333,14 +345,18 @@ def read_together(
     ]
     answers = world.all_gather_json(answer, READING)
     _raise_first(fault for fault, _, _ in answers)
+    # Usually each host has a file system of its own at this path.
     if source is None or any(identity != source.identity for _, identity, _ in answers):
         raise SnapshotError("workers see different snapshots; use a directory that all hosts share")
     memory = StateMemory(source.manifest)
+    # Where workers cannot share memory, each counts as a host of its own.
     with share_files(world, list(memory.sizes.values()), READING) as (hosts, files):
         holders = Holders([each for _, _, each in answers], hosts, len(source.manifest.files))
         state = reading.attempt(reading.begin, source, memory, files)
-        own = next(host for host in hosts if world.rank in host)
-        reading.attempt(reading.read, world.rank, own, holders)
+        host_ranks = next(host for host in hosts if world.rank in host)
+        # from disk, or from this host's slots
+        reading.attempt(reading.read, world.rank, host_ranks, holders)
+        # of bounded size, and none if no host lacks anything
         for segments in holders.rounds(source.manifest.files):
             transfer(
                 world,
@@ -349,6 +365,7 @@ def read_together(
                 partial(reading.attempt, reading.send),
                 partial(reading.attempt, reading.receive),
             )
+        # Also a barrier: nobody may use shared memory before all parts are in it.
         _raise_first(world.all_gather_json(reading.fault, READING))
     return source.manifest, state or {}, bool(files)
 
@@ -379,7 +396,7 @@ class _Reading:
         """Return the state, in memory that is read later."""
         self._source = source
         if files:
-            memory.use(files)
+            memory.use(files)  # before `restore`, which makes views of it
         state: dict[str, Any] = restore(source.manifest.state, memory.tensor)
         self._places = memory.destinations()
         return state
@@ -388,8 +405,9 @@ class _Reading:
         """Read this worker's part of each data file that workers of its host can read."""
         files = self._source.manifest.files
         for index, (file, targets) in enumerate(zip(files, self._places, strict=True)):
-            readers = [one for one in host if holders.can_read(one, index)]
+            readers = [reader for reader in host if holders.can_read(reader, index)]
             if rank in readers:
+                # Rotated by file, so that with small files not all work falls to the first reader.
                 part = (readers.index(rank) + index) % len(readers), len(readers)
                 read_data_file(self._source.directory, file, targets, self._source.first_byte, part)
 
@@ -403,8 +421,9 @@ class _Reading:
     def receive(self, segment: Segment, data: memoryview) -> None:
         """Check and copy a segment."""
         index, start, stop, expected = segment
-        if checksum(data) != expected:
+        if checksum(data) != expected:  # as sent, so this also finds a sender's bad memory
             raise damage(self._source.manifest.files[index].name, start, stop)
+        # Bytes between destinations go to the spare buffer, so the targets take all of `data`.
         for target in buffers_of(start, stop, self._places[index], memoryview(bytearray(data))):
             target[:], data = data[: len(target)], data[len(target) :]
 
@@ -420,6 +439,7 @@ def _faults_of(path: Path) -> Iterator[None]:
     try:
         yield
     except READ_ERRORS as error:
+        # The error that was raised may be about a file inside; these two explain more.
         if not path.is_dir():
             raise SnapshotError(f"there is no snapshot {path}") from error
         if not (path / NAME).exists():
@@ -455,7 +475,7 @@ def export(
             {"dict": _objects(manifest, [name])},
             lambda stored: _Unread(stored, manifest.specs[stored].nbytes),
         )
-    leaves = list(_leaves(state[name], ""))
+    leaves = list(_leaves(state[name], ""))  # (dotted name, tensor or value)
     what = f"{name!r} of snapshot {snapshot}"
     unread = {key: value for key, value in leaves if isinstance(value, _Unread)}
     if not unread:
@@ -467,14 +487,15 @@ def export(
     metadata = {"format": "pt", "samestep.step": str(manifest.step), "samestep.object": name}
 
     def write(path: Path, keys: Iterable[str]) -> None:
-        names = {key: unread[key].name for key in keys}
+        names = {key: unread[key].name for key in keys}  # only this file's tensors are in memory
         save_file(_read_tensors(snapshot, manifest, names), path, metadata)
         _sort_header(path)
 
     try:
         if dcp:
             with _new_directory(destination) as folder:
-                specs = {key: manifest.specs[one.name] for key, one in unread.items()}
+                # planned from shapes, then read one by one
+                specs = {key: manifest.specs[tensor.name] for key, tensor in unread.items()}
                 write_dcp(
                     folder,
                     {
@@ -488,7 +509,10 @@ def export(
         elif shard_bytes is not None:
             with _new_directory(destination) as folder:
                 _write_shards(
-                    folder, {key: one.nbytes for key, one in unread.items()}, shard_bytes, write
+                    folder,
+                    {key: tensor.nbytes for key, tensor in unread.items()},
+                    shard_bytes,
+                    write,
                 )
         else:
             with atomic_path(destination) as temporary:
@@ -519,15 +543,16 @@ def _read_tensors(
     memory = StateMemory(
         replace(
             manifest,
-            specs={one: manifest.specs[one] for one in stored},
-            pieces={one: manifest.pieces[one] for one in stored},
+            specs={stored_name: manifest.specs[stored_name] for stored_name in stored},
+            pieces={stored_name: manifest.pieces[stored_name] for stored_name in stored},
         )
     )
-    tensors = {key: memory.tensor(one) for key, one in names.items()}
+    tensors = {key: memory.tensor(stored_name) for key, stored_name in names.items()}
     with _faults_of(snapshot):
         for file, targets in zip(manifest.files, memory.destinations(), strict=True):
             if targets:
                 read_data_file(snapshot, file, targets, only_destinations=True)
+    # other formats have no memory order
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
@@ -539,7 +564,7 @@ def _new_directory(path: Path) -> Iterator[Path]:
     with atomic_path(path) as temporary:
         temporary.mkdir()
         yield temporary
-        for file in temporary.iterdir():
+        for file in temporary.iterdir():  # `atomic_path` syncs only the directory
             sync(file)
 
 
@@ -556,7 +581,7 @@ def _write_shards(
     shards: list[list[str]] = []
     room = -1
     for key, nbytes in sizes.items():
-        if nbytes > room:
+        if nbytes > room:  # a tensor larger than a shard has its own
             shards.append([])
             room = shard_bytes
         shards[-1].append(key)
@@ -602,6 +627,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def remove(path: Path) -> None:
     """Remove a snapshot, its manifest first: an incomplete one is never taken for complete."""
-    (path / NAME).unlink(missing_ok=True)
+    (path / NAME).unlink(missing_ok=True)  # from here on, it is no snapshot
     sync(path)
-    shutil.rmtree(path)
+    shutil.rmtree(path)  # may be interrupted anywhere

@@ -45,9 +45,10 @@ class RemoteDirectory:
         """
         sizes = self.storage.sizes(name)
         try:
+            # One listing gives the sizes of all files; only the manifest is downloaded.
             manifest = Manifest.from_bytes(self._manifest_bytes(name, sizes))
             manifest.check_sizes(sizes.get)
-        except StorageError:
+        except StorageError:  # it says nothing about the snapshot
             raise
         except SnapshotError as error:
             raise SnapshotError(f"snapshot {self.url}/{name}: {error}") from error
@@ -74,15 +75,19 @@ class RemoteDirectory:
         manifest, sent = inspect(path), 0
         sizes = self.storage.sizes(path.name)
         for file in manifest.files:
+            # an interrupted upload continues with the missing files
             if sizes.get(file.name) != file.size:
                 self.storage.send(path / file.name, f"{path.name}/{file.name}")
                 sent += file.size
         data = manifest.to_bytes()
+        # All data is there, so the manifest may follow. An old one is removed first, because
+        # `create` replaces no file.
         if sizes.get(NAME) != len(data) or self._manifest_bytes(path.name, sizes) != data:
             if NAME in sizes:
                 self.storage.remove(f"{path.name}/{NAME}")
             self.storage.create(f"{path.name}/{NAME}", data)
             sent += len(data)
+        # left by an earlier save of this step
         for name in sizes.keys() - {NAME, *(file.name for file in manifest.files)}:
             self.storage.remove(f"{path.name}/{name}")
         return sent
@@ -94,6 +99,7 @@ class RemoteDirectory:
 
     def set_aside(self, name: str, folder: str) -> None:
         """Move a snapshot to a folder next to the others."""
+        # the manifest last
         for file in sorted(self.storage.sizes(name), key=lambda file: file == NAME):
             self.storage.copy(f"{name}/{file}", f"{folder}/{name}/{file}")
         self.remove(name)
@@ -110,9 +116,11 @@ class RemoteDirectory:
         final, partial_path = directory / name, directory / f".{name}.fetched"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory):
+            with _locked(directory):  # the others wait here, and then find a complete copy
                 if _is_local(final, manifest):
                     return final
+                # A hidden directory keeps what was downloaded if the process is killed. Its final
+                # name appears only with all files in place.
                 self._fetch_files(name, manifest, partial_path)
                 if final.exists():
                     remove(final)
@@ -129,6 +137,7 @@ class RemoteDirectory:
         for path in set(directory.iterdir()) - {directory / file.name for file in manifest.files}:
             path.unlink()  # from a remote snapshot that was replaced
         for file in manifest.files:
+            # all data before the manifest
             self._fetch_file(f"{name}/{file.name}", file, directory / file.name)
         write_atomically(directory / NAME, manifest.to_bytes())
         sync(directory)
@@ -195,7 +204,7 @@ def _locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # released when it is closed
         yield
     finally:
         os.close(descriptor)

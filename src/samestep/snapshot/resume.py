@@ -44,7 +44,7 @@ class Downloads:
         self._unanswered = ""
         self.url = self._remote.url
         if world.rank == 0:
-            self._remote.storage.open()
+            self._remote.storage.open()  # a wrong URL ends the run, a failing storage does not
 
     def names(self, report: Callable[..., object]) -> list[str]:
         """Return the names of snapshots that rank 0 finds, in the order of steps.
@@ -52,11 +52,12 @@ class Downloads:
         Those of another history that are not set aside yet are left out.
         If the storage fails, calls `report("remote_failed", url=..., reason=...)` and returns none.
         """
+        # one listing, the same for all workers
         job = self._current_names if self._world.rank == 0 else None
-        found = self._run_together(job, "looking for remote snapshots")[0]
-        if found.unanswered:
-            report("remote_failed", url=self.url, reason=found.fault)
-        return found.names
+        listing = self._run_together(job, "looking for remote snapshots")[0]
+        if listing.unanswered:
+            report("remote_failed", url=self.url, reason=listing.fault)
+        return listing.names
 
     def _current_names(self) -> list[str]:
         names, pending = self._remote.names(), superseded(self._directory, self.url)
@@ -74,6 +75,8 @@ class Downloads:
         def fetch() -> list[str]:
             return [str(self._remote.fetch(name, self._directory))]
 
+        # Two collective rounds. In the second, rank 0 and workers that see its copy have no job but
+        # still answer.
         for is_first in (True, False):
             if self._world.rank == 0:
                 fetches = is_first
@@ -101,6 +104,7 @@ class Downloads:
         future: Future[_Result] = Future()
         work = threading.Thread(target=lambda: future.set_result(_run(job)), name=what, daemon=True)
         work.start()
+        # A worker whose job is done keeps answering until all are done.
         gathered: list[Any] = [None]
         while None in gathered:
             wait([future], POLL_SECONDS)
@@ -168,14 +172,16 @@ def load_newest(
             snapshot = candidate.load()
         except (OSError, SnapshotError) as error:  # the other workers wait for this one's answer
             fault = str(error)
+        # Collective: either all workers use a candidate, or all try the next older one.
         faults = list(filter(None, world.all_gather_json(fault, "loading a snapshot")))
         if not faults:
             return snapshot
         candidate.reject(reason=faults[0])
+        # A run must not silently start over beside snapshots that it cannot read now.
         if candidate.was_committed:
             reason = reason or faults[0]
     if downloads is not None:
-        downloads.raise_if_unanswered()
+        downloads.raise_if_unanswered()  # no snapshot was seen, but there may be one
     if reason:
         raise SnapshotError(
             f"no snapshot in {directory} can be loaded, not even the newest one: {reason}. Fix the"
@@ -192,26 +198,27 @@ def _candidates(
     downloads: Downloads | None,
 ) -> list[_Candidate]:
     """Return the snapshots that may be loaded, the newest first; collective."""
-    found: list[_Candidate] = []
+    candidates: list[_Candidate] = []
     if in_memory is not None:
         reject = partial(report, "in_memory_snapshot_rejected")
         keys = in_memory.find(report)
-        found = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
+        candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
     committed: dict[str, bool] = {}
     if directory is not None:
         committed = {str(path): (path / NAME).exists() for path in list_snapshots(directory)}
+        # Rank 0's view: another host's listing may be older, and all must try the same ones.
         committed = world.broadcast_json(committed, "choosing a snapshot")
     loads: dict[str, Callable[[], Snapshot]] = {
         path: partial(load_together, Path(path), world) for path in committed
     }
     if downloads is not None:
-        for name in downloads.names(report):
+        for name in downloads.names(report):  # collective
             loads[f"{downloads.url}/{name}"] = partial(downloads.load, name)
     for location, load_it in loads.items():
         reject, step = partial(report, "snapshot_rejected", path=location), step_of(Path(location))
-        found.append(_Candidate(step or 0, load_it, reject, committed.get(location, False)))
+        candidates.append(_Candidate(step or 0, load_it, reject, committed.get(location, False)))
     # of candidates of the same step, the one that loads fastest stays first
-    return sorted(found, key=attrgetter("step"), reverse=True)
+    return sorted(candidates, key=attrgetter("step"), reverse=True)
 
 
 def last_own_step(config: Config, resumed: Snapshot | None) -> int:
@@ -225,6 +232,7 @@ def last_own_step(config: Config, resumed: Snapshot | None) -> int:
     if resumed.in_memory:
         return resumed.step
     folder, _, name = config.resume.rstrip("/").rpartition("/")
+    # Downloaded from elsewhere, a snapshot starts a new history in `dir`.
     is_foreign = is_url(config.resume) and folder != (config.remote or "").rstrip("/")
     is_in_dir = resumed.path.resolve().parent == config.dir.resolve()
     return resumed.step if is_in_dir and not (is_foreign and resumed.path.name == name) else -1

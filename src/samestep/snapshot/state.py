@@ -39,7 +39,7 @@ _DTYPE_NAMES: Final = (
 DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)
 }
-_NUMPY_KINDS: Final = "biufcmMUS"
+_NUMPY_KINDS: Final = "biufcmMUS"  # without Python objects, which only pickle can save
 _INVALID: Final = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
 )  # fmt: skip
@@ -75,8 +75,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 _LEAVES: Final[dict[str, _Leaf]] = {
-    "int": _Leaf(int, hex, lambda text: int(text, 16)),
-    "float": _Leaf(
+    "int": _Leaf(int, hex, lambda text: int(text, 16)),  # for integers that JSON cannot hold
+    "float": _Leaf(  # for NaN and infinities, with their bits
         float,
         lambda value: struct.pack(">d", value).hex(),
         lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
@@ -86,7 +86,7 @@ _LEAVES: Final[dict[str, _Leaf]] = {
         lambda value: struct.pack(">dd", value.real, value.imag).hex(),
         lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
     ),
-    "str": _Leaf(
+    "str": _Leaf(  # for lone surrogates, as in names of files
         str,
         lambda value: value.encode("utf-8", "surrogatepass").hex(),
         lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
@@ -167,10 +167,10 @@ def merge(first: Any, second: Any, path: Keys = ()) -> Plain:
             )
         equal: Plain = first
         return equal
-    merged: dict[str, list[Plain]] = {}
+    merged: dict[str, list[Plain]] = {}  # by the key's JSON, since 1 and True are equal in Python
     for key, value in [*first[tag], *second[tag]]:
-        known = merged.get(name := canonical(key))
-        combined = merge(known[1], value, (*path, _component(key))) if known else value
+        earlier = merged.get(name := canonical(key))
+        combined = merge(earlier[1], value, (*path, _component(key))) if earlier else value
         merged[name] = [key, combined]
     return {tag: list(merged.values())}
 
@@ -194,6 +194,7 @@ def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
     if tag in _MAPPINGS:
         return _encode_mapping(tag, value, path, tensors)
     if tag in _SETS:
+        # Sorted, since the order of a set differs between processes.
         members = [_encode(item, (*path, "item"), None) for item in value]
         return {tag: sorted(members, key=canonical)}
     items = [_encode(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
@@ -226,6 +227,7 @@ def _encode_mapping(tag: str, value: Any, path: Keys, tensors: Tensors | None) -
 def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
     name = "/".join(path)
     if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS and tensors is not None:
+        # uint8 [nbytes], a copy
         tensors[name] = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), name]}
     if isinstance(value, TensorSlice):
@@ -245,10 +247,12 @@ def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
 
 
 def _dense(value: Any, name: str) -> torch.Tensor:
+    # subclasses such as DTensor hold more
     if type(value) not in {torch.Tensor, torch.nn.Parameter}:
         _refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}")
     if value.layout != torch.strided or value.is_meta or value.dtype not in DTYPES.values():
         _refuse(name, f"a tensor of {value.dtype}, {value.layout}, on {value.device}")
+    # lazy conjugates have other bytes in memory
     tensor: torch.Tensor = value.detach().resolve_conj().resolve_neg()
     return tensor
 
@@ -290,7 +294,7 @@ def _decode(plain: Any, tensor: Callable[[str], Any]) -> Any:
         result = tensor(name).numpy().view(_numpy_dtype(dtype)).reshape(shape)
     elif tag == "module":
         result, metadata = (_decode(item, tensor) for item in value)
-        vars(result)["_metadata"] = metadata
+        vars(result)["_metadata"] = metadata  # modules read it from this attribute
     else:
         raise ValueError(tag)
     return result

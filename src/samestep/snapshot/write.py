@@ -23,7 +23,7 @@ from samestep.snapshot.part import (
     Contribution,
     Part,
     StagingBuffer,
-    contribution,
+    contribution_of,
     gpu_of,
     write_part,
 )
@@ -31,9 +31,9 @@ from samestep.snapshot.read import directory_name, fault, inspect, list_snapshot
 from samestep.snapshot.state import States, copy_plain
 from samestep.storage import sync
 
-Event = tuple[str, dict[str, Any]]
+Event = tuple[str, dict[str, Any]]  # its kind and fields
 
-GIVE_UP_SECONDS: Final = 2.0
+GIVE_UP_SECONDS: Final = 2.0  # for the thread, to notice that it must end
 COMMIT_SECONDS: Final = 1800.0  # at least, for the parts of all workers
 _ATTEMPT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADVICE: Final = {
@@ -80,26 +80,27 @@ class SnapshotWriter:
         self._rank, self._workers = rank, workers
         self._report, self._before_commit, self._on_commit = report, before_commit, on_commit
         self._retention = Retention(directory, keep_last, keep_best, verified)
-        self._staging = StagingBuffer()
-        self._preparation: threading.Thread | None = None
-        self._saves = 0
-        self._pending: Future[list[Event]] | None = None
-        self._thread: threading.Thread | None = None
-        self._tidied: deque[Event] = deque()
-        self._given_up = threading.Event()
+        self._staging = StagingBuffer()  # serves all saves, one at a time
+        self._preparation: threading.Thread | None = None  # allocates the buffer
+        self._saves = 0  # part of file names
+        self._pending: Future[list[Event]] | None = None  # the commit of the last save
+        self._thread: threading.Thread | None = None  # writes the last save, then tidies up
+        self._tidied: deque[Event] = deque()  # removals, reported by the caller's thread
+        self._given_up = threading.Event()  # ends all waits of the thread
 
-    def prepare(self, shared: States, own: States) -> None:
+    def prepare(self, shared: States, own_states: States) -> None:
         """Allocate memory in the background, so that the first `save` need not wait for it.
 
         Raises `SnapshotError` for an unsupported state.
         """
-        mine, values = contribution(shared, own, self._rank, self._workers)
+        contribution, values = contribution_of(shared, own_states, self._rank, self._workers)
         device = gpu_of(values)
 
         def reserve() -> None:
             with suppress(RuntimeError):  # the save reports that there is not enough memory
-                self._staging.reserve(mine.file_bytes, device)
+                self._staging.reserve(contribution.file_bytes, device)
 
+        # Training continues: clearing new pages takes far longer than filling them.
         self._preparation = threading.Thread(target=reserve, name="prepare snapshots", daemon=True)
         self._preparation.start()
 
@@ -107,7 +108,7 @@ class SnapshotWriter:
         self,
         step: int,
         shared: States,
-        own: States,
+        own_states: States,
         info: States,
         score: float | None = None,
         stage: Callable[[Contribution, Sequence[torch.Tensor]], memoryview | None] | None = None,
@@ -115,21 +116,25 @@ class SnapshotWriter:
         """Copy the state and start to write it, after the previous save finished.
 
         `shared` maps names to states that are equal on all workers: each worker writes its share of
-        the tensors, and rank 0 writes the plain values. `own` maps names to states of which this
-        worker has a part: slices (`TensorSlice`), or tensors and plain values under keys that only
-        it has. Values that several workers have there must be equal. `info` has plain values. The
-        snapshots with the highest `score` stay. `stage` may copy the data file into other memory,
-        which must stay until the save is committed: see `is_writing`. Raises `SnapshotError` for an
-        unsupported state, or if the previous save failed.
+        the tensors, and rank 0 writes the plain values. `own_states` maps names to states of which
+        this worker has a part: slices (`TensorSlice`), or tensors and plain values under keys that
+        only it has. Values that several workers have there must be equal. `info` has plain values.
+        The snapshots with the highest `score` stay. `stage` may copy the data file into other
+        memory, which must stay until the save is committed: see `is_writing`. Raises
+        `SnapshotError` for an unsupported state, or if the previous save failed.
         """
+        # There is one buffer, and one save at a time on all workers. So this blocks training only
+        # if the disk is slower than the interval between saves.
         self.wait()
         started = time.perf_counter()
         if self._preparation is not None:
-            self._preparation.join()
-        mine, values = contribution(shared, own, self._rank, self._workers)
-        data = None if stage is None else stage(mine, values)
+            self._preparation.join()  # both would allocate the buffer
+        # `values` are 1-D, mostly views of tensors that the next step changes. Training waits until
+        # they are copied; everything later works on the copy.
+        contribution, values = contribution_of(shared, own_states, self._rank, self._workers)
+        data = None if stage is None else stage(contribution, values)
         if data is None:
-            data = self._staging.copy(mine, values)
+            data = self._staging.copy(contribution, values)
         stall_seconds = time.perf_counter() - started
         self._saves += 1  # saving a step again writes other files
         path = self._directory / directory_name(step)
@@ -138,11 +143,14 @@ class SnapshotWriter:
             path, attempt, self._rank, self._workers, self._timeout_seconds, self._given_up
         )
         score = None if score is None else float(score)
-        info = copy_plain(dict(info), "info")
+        info = copy_plain(dict(info), "info")  # the caller may change it meanwhile
         merge = partial(combine, step=step, attempt=attempt, info=info, score=score)
         event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
-        work = partial(self._write, protocol, mine, data, merge, event)
+        work = partial(self._write, protocol, contribution, data, merge, event)
+        # The previous thread may still be removing old snapshots. The new one starts to write
+        # anyway and waits for it only before it removes any itself.
         self._pending, before = Future(), self._thread
+        # The thread ends with the process: a file system that hangs must not keep it alive.
         write = partial(self._run, work, self._pending, path, before)
         self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
         self._thread.start()
@@ -160,13 +168,13 @@ class SnapshotWriter:
         if self._pending is not None:
             wait([self._pending])
         if self._thread is not None:
-            self._thread.join(tidy_seconds)
+            self._thread.join(tidy_seconds)  # 0.0: do not wait
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Raise `SnapshotError`, once, if the last save has already failed."""
         if self._pending is not None and self._pending.done():
-            pending, self._pending = self._pending, None
+            pending, self._pending = self._pending, None  # first, so that it is raised once
             self._report_outcome(pending)
         while self._tidied:
             kind, fields = self._tidied.popleft()
@@ -190,6 +198,8 @@ class SnapshotWriter:
             self._preparation.join()
         if self._thread is not None:
             self._thread.join(grace_seconds)
+            # The thread now reports a failure, so that the other workers need not wait for the
+            # timeout.
             self._given_up.set()
             self._thread.join(GIVE_UP_SECONDS)
         with suppress(SnapshotError):  # it was reported
@@ -198,7 +208,7 @@ class SnapshotWriter:
     def _write(
         self,
         protocol: CommitProtocol,
-        mine: Contribution,
+        contribution: Contribution,
         data: memoryview,
         merge: Callable[[Sequence[Part]], Manifest],
         event: dict[str, Any],
@@ -207,18 +217,26 @@ class SnapshotWriter:
         started = time.perf_counter()
         directory = protocol.directory
         try:
+            # Any worker may be the first. The order below is what makes an interruption harmless:
+            # data, then the part that vouches for it, then the manifest that names all data.
             directory.mkdir(parents=True, exist_ok=True)
             path = protocol.data_path(self._rank)
-            protocol.send_part(write_part(path, mine, data, protocol.raise_if_given_up))
+            protocol.send_part(write_part(path, contribution, data, protocol.raise_if_given_up))
+            # Rank 0 waits for all parts. Merging them checks that the workers agree and that every
+            # tensor is complete, so that what is committed can be loaded.
             if self._rank == 0:
                 manifest = merge(protocol.receive_parts())
+                # The record must reach this step too: a run that resumes adds to it from here.
                 self._before_commit()
                 protocol.commit(manifest)
-                sync(self._directory)
+                sync(self._directory)  # the name of a new snapshot
         except Exception as error:
+            # Whatever failed, the other workers wait for this one until they see its report.
             failure = self._failure(directory, error)
             protocol.report_failure(failure)
             raise failure from error
+        # A save ends the same way on all workers: with the commit, or with rank 0's failure. An
+        # error here is not reported, since the snapshot may be committed all the same.
         if self._rank > 0:
             try:
                 protocol.wait_for_commit()
@@ -226,7 +244,7 @@ class SnapshotWriter:
                 raise self._failure(directory, error) from error
             return []
         event |= {"bytes": manifest.size, "seconds": time.perf_counter() - started}
-        self._on_commit(directory)
+        self._on_commit(directory)  # hooks have their own threads
         return [("snapshot", event)]
 
     def _run(
@@ -240,7 +258,8 @@ class SnapshotWriter:
             pending.set_result(write())
         except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
             pending.set_exception(error)
-            return
+            return  # old snapshots stay
+        # Only after the commit, so that there is a complete snapshot at every moment.
         if before is not None:
             before.join()
         if self._rank == 0:
@@ -249,7 +268,7 @@ class SnapshotWriter:
     def _remove_old(self, directory: Path) -> list[Event]:
         """Remove old snapshots if the new one is valid."""
         try:
-            inspect(directory)
+            inspect(directory)  # a file system may lose what it accepted
             removed = self._retention.apply(directory)
         except (OSError, SnapshotError) as error:
             return [("snapshot_not_removed", {"reason": str(error)})]
@@ -264,6 +283,7 @@ class SnapshotWriter:
             reason = f"{type(error).__name__}: {error}"
         elif isinstance(error, OSError) and (advice := _ADVICE.get(error.errno or 0)):
             reason += f"; {advice}"
+        # Read now rather than remembered: it may have been removed or damaged since.
         complete = (
             f"The newest complete snapshot is {path.name}: the run can resume from it"
             for path in reversed(list_snapshots(self._directory))

@@ -95,7 +95,9 @@ class Means(Mapping[str, float]):
         ]
 
     def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
-        pairs = [(one.metrics[name], one.count) for one in results if name in one.metrics]
+        pairs = [
+            (result.metrics[name], result.count) for result in results if name in result.metrics
+        ]
         if not self._sums:
             return Mean.of(pairs)
         # without items, the sum itself: an image without boxes also has a loss

@@ -36,32 +36,33 @@ class Buffers:
     def __init__(self, world: World, lanes: int, replicas: Replicas) -> None:
         self._world, self._lanes, self._replicas = world, lanes, replicas
         self._lanes_by_rank = [lanes_of(rank, world.size, lanes) for rank in range(world.size)]
-        self._spans = [subtrees(own, lanes) for own in self._lanes_by_rank]
-        self._most_spans = max(map(len, self._spans))
+        self._spans = [subtrees(own_lanes, lanes) for own_lanes in self._lanes_by_rank]
+        self._max_spans = max(map(len, self._spans))
+        # where each buffer is registered: its module's dict, and its name
         self._homes: list[tuple[dict[str, Any], str]] = []
         self._starts: list[tuple[torch.device, list[Tensor]]] = [
-            (one.device, []) for one in replicas.all
-        ]
-        self._start = self._starts[0][1]
-        self._written: dict[int, dict[int, Tensor]] = {}
+            (replica.device, []) for replica in replicas.all
+        ]  # copies of the values at the start of a step, [devices, buffers]
+        self._start = self._starts[0][1]  # on the first device
+        self._written: dict[int, dict[int, Tensor]] = {}  # values by lane and number of the buffer
         self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
         # what forward of each lane wrote on a GPU: some buffers, and 0 for those not written
         self._flags: list[tuple[int, list[int], Tensor]] = []  # on the host
         self._by_forward: list[Tensor] = []  # of the current lane, by group
         self._by_backward: set[int] = set()  # what only backward writes
         self._first: list[tuple[list[int], Tensor]] = []  # the same, not yet read
-        self._known: set[tuple[int, ...]] = set()  # keys of parameters for which it is known
+        self._learned: set[tuple[int, ...]] = set()  # keys of parameters for which it is known
         self._parameters: Parameters = []  # of the current step
         self._is_in_step = False
 
     def add(self, module: Module) -> None:
         """Manage the buffers of a module; shared ones are added once."""
-        self._known.clear()
-        known = {id(buffer) for buffer in self._current()}
+        self._learned.clear()  # the new module may write others
+        ids = {id(buffer) for buffer in self._current()}
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
-                if id(buffer) not in known:
-                    known.add(id(buffer))
+                if id(buffer) not in ids:
+                    ids.add(id(buffer))
                     self._homes.append((owner._buffers, name))  # noqa: SLF001 (no public access)
                     for device, start in self._starts:
                         start.append(buffer.detach().to(device, copy=True))
@@ -74,7 +75,7 @@ class Buffers:
         self._written, self._flags, self._by_forward, self._first = {}, [], [], []
         self._parameters, self._is_in_step = parameters, True
         groups = self._all_groups()
-        if groups and self._key() not in self._known:
+        if groups and self._key() not in self._learned:
             self.check()  # before what is lost could be mistaken for this step's
             for group in groups:
                 group.late.zero_()
@@ -111,16 +112,17 @@ class Buffers:
         written = self._written[lane] = {}
         where, starts = self._starts[device]
         current = self._detached()
-        if where.type == "cpu":
+        if where.type == "cpu":  # the host compares now, and copies only what differs
             for number, (start, buffer) in enumerate(zip(starts, current, strict=True)):
                 if not _same_bits(start, buffer):
                     written[number] = buffer.clone()
                     buffer.data.copy_(start)
-        elif current:
+        elif current:  # keeps all, because the host does not know yet; `written` drops the others
             for n, group in enumerate(self._groups_on(device)):
-                after = group.joined(current)
+                after = group.joined(current)  # 1-D, a copy of all buffers of one dtype
                 if self._by_forward:
                     changed = group.changed(group.joined(starts), after)
+                    # int64 [buffers]; what forward wrote as well is not late
                     group.late.add_(changed * (self._by_forward[n] == 0))
                 parts = after.split(group.sizes)
                 for number, part in zip(group.numbers, parts, strict=True):
@@ -131,10 +133,12 @@ class Buffers:
     def end_lanes(self, copy: Copy) -> None:
         """End the lanes of a step; in the first one, `copy` copies what backward alone wrote."""
         groups = self._all_groups()
-        if groups and self._key() not in self._known:
-            self._known.add(self._key())
+        if groups and self._key() not in self._learned:
+            self._learned.add(self._key())
             copies = copy([group.late for group in groups])
-            self._first = [(one.numbers, some) for one, some in zip(groups, copies, strict=True)]
+            self._first = [
+                (group.numbers, late) for group, late in zip(groups, copies, strict=True)
+            ]
 
     def late(self) -> list[int]:
         """Return what only backward of this worker wrote, if this is the first step with lanes.
@@ -176,58 +180,60 @@ class Buffers:
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
         """Agree on the buffers that any lane wrote; collective if there are any."""
         self._is_in_step = False
-        if not written or not lanes_with_items:
+        if not written or not lanes_with_items:  # the same on all workers
             return
         averaged = [number for number in written if self._start[number].is_floating_point()]
-        taken = [number for number in written if not self._start[number].is_floating_point()]
+        copied = [number for number in written if not self._start[number].is_floating_point()]
         sizes = [self._start[number].numel() for number in averaged]
-        rows = self._gather(averaged, taken, lanes_with_items)
-        size = 8 * sum(sizes)
+        rows = self._gather(averaged, copied, lanes_with_items)
+        size = 8 * sum(sizes)  # bytes of a sum, in float64
         nodes: dict[Span, Tensor] = {}
         for spans, row in zip(self._spans, rows, strict=True):
-            # cloned, because a view as float64 needs aligned memory
+            # float64 [spans, elements]; cloned, because a view as float64 needs aligned memory
             sums = row[: size * len(spans)].clone().view(torch.float64).view(len(spans), -1)
             nodes.update(zip(spans, sums, strict=True))
         mean = tree_sum((0, self._lanes), nodes.get, torch.add) / len(lanes_with_items)
         current = self._current()
         for number, values in zip(averaged, mean.split(sizes), strict=True):
             current[number].data.copy_(values.view(self._start[number].shape))
-        owns_first = [lanes_with_items[0] in own for own in self._lanes_by_rank]
+        owns_first = [lanes_with_items[0] in rank_lanes for rank_lanes in self._lanes_by_rank]
         first = rows[owns_first.index(True)]
-        offset = self._most_spans * size
-        for number in taken:
+        offset = self._max_spans * size  # after the sums
+        for number in copied:
             start = self._start[number]
             values = first[offset : offset + start.numel() * start.element_size()].clone()
             current[number].data.copy_(values.view(start.dtype).view(start.shape))
             offset += len(values)
 
     def _gather(
-        self, averaged: Sequence[int], taken: Sequence[int], lanes_with_items: Sequence[int]
+        self, averaged: Sequence[int], copied: Sequence[int], lanes_with_items: Sequence[int]
     ) -> Tensor:
         """Return a row of bytes per worker: sums of its subtrees, values of its first lane."""
         rank = self._world.rank
         own_lanes = [lane for lane in lanes_with_items if lane in self._lanes_by_rank[rank]]
 
         def value(lane: int, number: int) -> Tensor:
+            # a lane that did not write a buffer left its start value there
             return self._written[lane].get(number, self._start[number]).reshape(-1)
 
         def leaf(span: Span) -> Tensor | None:
             if span[1] - span[0] > 1:
                 return None
-            if span[0] not in own_lanes or not averaged:
+            if span[0] not in own_lanes or not averaged:  # a lane without items adds zeros
                 size = sum(self._start[number].numel() for number in averaged)
                 return torch.zeros(size, dtype=torch.float64, device=self._start[0].device)
             return torch.cat([value(span[0], number).double() for number in averaged])
 
         parts = [tree_sum(span, leaf, torch.add).view(torch.uint8) for span in self._spans[rank]]
-        parts += [parts[0].new_zeros(len(parts[0]))] * (self._most_spans - len(parts))
-        for number in taken:
+        # workers with fewer subtrees send zeros, so that all rows have one length
+        parts += [parts[0].new_zeros(len(parts[0]))] * (self._max_spans - len(parts))
+        for number in copied:
             first = value(own_lanes[0], number) if own_lanes else self._start[number].reshape(-1)
             parts.append(first.contiguous().view(torch.uint8))
-        row = torch.cat(parts)
+        row = torch.cat(parts)  # uint8 [nbytes]: sums and values of any dtype in one message
         rows = row.new_empty(self._world.size * len(row))
         self._world.all_gather(rows, row, "averaging buffers")
-        return rows.view(self._world.size, -1)
+        return rows.view(self._world.size, -1)  # [workers, nbytes]
 
     def _current(self) -> list[Tensor]:
         return [registry[name] for registry, name in self._homes]
@@ -250,7 +256,7 @@ class Buffers:
         return tuple(map(id, self._parameters))
 
     def _all_groups(self) -> list[_Group]:
-        return [group for some in self._groups.values() for group in some]
+        return [group for groups in self._groups.values() for group in groups]
 
 
 @dataclass(frozen=True)
@@ -262,9 +268,9 @@ class _Group:
 
     numbers: list[int]
     sizes: list[int]
-    words: torch.dtype
-    bounds: Tensor
-    late: Tensor
+    words: torch.dtype  # integers, of which an element has one or two
+    bounds: Tensor  # int64 [buffers + 1]
+    late: Tensor  # int64 [buffers]
 
     def joined(self, buffers: Sequence[Tensor]) -> Tensor:
         return torch.cat([buffers[number].reshape(-1) for number in self.numbers])
@@ -272,6 +278,7 @@ class _Group:
     def changed(self, before: Tensor, after: Tensor) -> Tensor:
         """Return how many words of each buffer differ, int64 [buffers]."""
         differ = before.view(self.words) != after.view(self.words)
+        # sums up to each word, from 0, at the bounds: [buffers + 1], and their differences
         totals = torch.nn.functional.pad(differ.cumsum(0), (1, 0)).index_select(0, self.bounds)
         return totals.diff()
 
@@ -294,11 +301,13 @@ def _fetched(values: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
     fetched: dict[int, Tensor] = {}
     others = {number: value for number, value in values.items() if value.device != device}
     for dtype in {value.dtype for value in others.values()}:
-        some = {number: value for number, value in others.items() if value.dtype == dtype}
-        joined = torch.cat([value.reshape(-1) for value in some.values()]).to(device)
-        parts = joined.split([value.numel() for value in some.values()])
-        shaped = (part.view(value.shape) for part, value in zip(parts, some.values(), strict=True))
-        fetched.update(zip(some, shaped, strict=True))
+        same_dtype = {number: value for number, value in others.items() if value.dtype == dtype}
+        joined = torch.cat([value.reshape(-1) for value in same_dtype.values()]).to(device)  # 1-D
+        parts = joined.split([value.numel() for value in same_dtype.values()])
+        shaped = (
+            part.view(value.shape) for part, value in zip(parts, same_dtype.values(), strict=True)
+        )
+        fetched.update(zip(same_dtype, shaped, strict=True))
     return fetched
 
 

@@ -75,23 +75,26 @@ def buckets(
     dtype: early exchanges gain nothing while all cores compute.
     """
     if places is not None and len(world.hosts) > 1:
-        given = {id(parameter): number for number, parameter in enumerate(parameters)}
-        ordered = sorted(parameters, key=lambda one: places.get(id(one), len(places)))
+        number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+        ordered = sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
         by_place = buckets(ordered, world, round_to)
-        return [sorted(some, key=lambda one: given[id(one)]) for some in by_place]
-    sizes = [one.numel() * sum_dtype(one.dtype, round_to).itemsize for one in parameters]
-    most = bucket_limit(sum(sizes))
+        return [sorted(group, key=lambda parameter: number_of[id(parameter)]) for group in by_place]
+    sizes = [  # in bytes of what is sent
+        parameter.numel() * sum_dtype(parameter.dtype, round_to).itemsize
+        for parameter in parameters
+    ]
+    largest = bucket_limit(sum(sizes))
     pairs = [*zip(parameters, sizes, strict=True)]
-    groups: list[list[Parameter]] = []
+    groups: list[list[Parameter]] = []  # [buckets, parameters], from the last to the first
     for dtype in reversed(dict.fromkeys(parameter.dtype for parameter in parameters)):
         group: list[Parameter] = []
         total = 0
         for parameter, size in reversed(pairs):
             if parameter.dtype != dtype:
                 continue
-            limit = most if len(groups) > 1 else most // 2
+            limit = largest if len(groups) > 1 else largest // 2
             is_full = total + size > limit and total >= limit // LEAST_FILL
-            if not group or (is_full and len(world.hosts) > 1):
+            if not group or (is_full and len(world.hosts) > 1):  # one host: never full
                 group, total = [], 0
                 groups.append(group)
             group.append(parameter)
@@ -108,15 +111,15 @@ def chunks(elements: int, itemsize: int, hosts: int = 2) -> list[int]:
     """
     sizes = []
     size = least = CHUNK_BYTES * hosts // 2 // itemsize
-    most = MOST_CHUNK_BYTES * hosts // 2 // itemsize
+    largest = MOST_CHUNK_BYTES * hosts // 2 // itemsize
     while elements:
-        half = elements // 2 // ALIGNMENT * ALIGNMENT
+        half = elements // 2 // ALIGNMENT * ALIGNMENT  # sizes halve towards the end
         size = min(max(min(size, half), least), elements)
         if elements - size < least // 2:
             size = elements  # instead of a tiny last part
         sizes.append(size)
         elements -= size
-        size = min(2 * size, most)
+        size = min(2 * size, largest)
     return sizes
 
 
@@ -138,9 +141,9 @@ class Run(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """A part of an exchange: once it is there, `known` has sums by span, which add up to `out`."""
+    """A part of an exchange: once it is there, `sums` has them by span; they add up to `out`."""
 
-    known: Mapping[Span, Tensor]
+    sums: Mapping[Span, Tensor]  # 1-D, of the size of `out`
     out: Tensor
     arrival: Arrival
 
@@ -175,7 +178,7 @@ class Exchange:
         self.parameters = list(parameters)
         self.dtype = sum_dtype(self.parameters[0].dtype, round_to)
         is_cpu, alignment = self.parameters[0].device.type == "cpu", ALIGNMENT
-        if not is_cpu:
+        if not is_cpu:  # gradients and parameters may differ in dtype
             itemsize = min(self.dtype.itemsize, self.parameters[0].dtype.itemsize)
             alignment = max(ALIGNMENT, GPU_ALIGNMENT_BYTES // itemsize)
         sizes = tuple(parameter.numel() for parameter in parameters)
@@ -186,22 +189,27 @@ class Exchange:
         self.own_number = route.numbers[world.rank]
         self._host_spans = self._spans_of(route.host)
         sums = [len(self._spans_of(host)) for host in world.hosts]
+        # Two hosts can swap their only sums in any world; otherwise, shares need direct connections
+        # between partners. Without these, and on GPUs, only the owner of a slice sums it.
         is_pair = route.is_uniform and sums == [1, 1]
         is_early = is_cpu and (is_pair or world.adds_early)
         self.across: Across = across if is_early else "world"
         self.swaps = is_pair and self.across == "host"
         self.held = self._held_by(world.rank)
+        # [local_workers, subtrees], as the flat storages beside it: 1-D, [flat_size] each
         self._spans = [self._spans_of(range(rank, rank + 1)) for rank in route.host]
         self.own_spans = self._spans[self.local_rank]
         self._sums = self.shared_storage(max(map(len, self._spans)), self.dtype)
-        self._own = self._sums[self.local_rank]
+        self._own_flats = self._sums[self.local_rank]
         # The gradients of this worker's subtrees by parameter; `put` skips those already in place.
-        self.own_views = list(map(self.views, self._own[: len(self.own_spans)]))
+        self.own_views = list(map(self.views, self._own_flats[: len(self.own_spans)]))
         self.converts = False  # the held sums to the parameters' dtype, as they arrive
         self._total: Tensor | None = None
         self._converted: tuple[Tensor, list[Tensor]] | None = None
         self._summed_at = -1  # the world's number of barriers when gradients were last read
         self._is_sending = False  # workers may send the last ones until their optimizers' steps
+        # GPUs of several machines, with several on some: so a sum of a machine, and not the
+        # gradients of each worker, crosses the network
         near = world.machines if self.across == "world" else ()
         self._machine = Route(near, world.rank) if 1 < len(near) < world.size else None
         # sends on what was exchanged within a machine
@@ -209,18 +217,19 @@ class Exchange:
         self._send: SendParts | None = None  # if what other hosts send is expected
         # of an exchange whose parts were not awaited yet
         self._started: list[PartialSums] | None = None
-        if self.across == "host":
-            flat = self.slices(self._own[0], self.held)
-            if self.swaps:
+        if self.across == "host":  # CPUs, and every host needs all slices
+            flat = self.slices(self._own_flats[0], self.held)  # 1-D, len(held) * slice_size
+            if self.swaps:  # two hosts: what arrives is a sum of the same elements
                 (self._other_span,) = self._spans_of(route.others[0])
                 self._runs = [*self._cut(flat)]
                 self._sizes = [part.numel() for run in self._runs for part in run.parts]
-                self._received = torch.empty_like(flat)
+                self._received = torch.empty_like(flat)  # the sum of the other host
                 self._arriving = self._received.split(self._sizes)
-            else:
+            else:  # any number of hosts: each partner adds a share of each part
                 self._sizes = chunks(len(flat), self.dtype.itemsize, len(world.hosts))
                 self._share_sizes = {size: self._divided(size) for size in set(self._sizes)}
-                self._known: list[dict[Span, Tensor]] = []  # sums by span, of a share of each part
+                # by part: the sums of this worker's share of it, by span
+                self._share_sums: list[dict[Span, Tensor]] = []
                 self._shares = list(map(self._share_of, flat.split(self._sizes)))
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
@@ -228,8 +237,9 @@ class Exchange:
         like, size = self.parameters[0], self.layout.flat_size
         if like.device.type != "cpu":  # GPUs share no memory: each worker is a separate host
             return [[like.new_zeros(size, dtype=dtype) for _ in range(rows)]]
-        shared = self.world.shared(rows * size * dtype.itemsize)
-        return [list(one.view(dtype).view(rows, size).unbind()) for one in shared]
+        shared = self.world.shared(rows * size * dtype.itemsize)  # uint8 [nbytes] per worker
+        # [rows, flat_size] of `dtype`, as a list of rows
+        return [list(memory.view(dtype).view(rows, size).unbind()) for memory in shared]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of flat storage per parameter, with its shape and storage order."""
@@ -250,6 +260,7 @@ class Exchange:
 
     def by_number(self, by_rank: Tensor) -> Tensor:
         """Sort rows of all workers' own slices, by rank, into the order of flat storage."""
+        # [workers, columns]: row r is that of worker r, and goes to the place of its slice
         ranks = sorted(range(self.world.size), key=self._route.numbers.__getitem__)
         # an index would make a GPU wait
         return by_rank if ranks == [*range(self.world.size)] else by_rank[ranks]
@@ -258,6 +269,7 @@ class Exchange:
         number, hosts = self._route.numbers[rank], len(self.world.hosts)
         if self.across == "world":
             return range(number, number + 1)
+        # partners are adjacent, so what a worker and its partners own is one range
         return range(number // hosts * hosts, (number // hosts + 1) * hosts)
 
     @property
@@ -269,10 +281,10 @@ class Exchange:
         is_summing = self.world.barriers == self._summed_at
         return self.world.shares_memory and (self._is_sending or is_summing)
 
-    def put(self, own: Sequence[Gradients]) -> None:
+    def put(self, own_gradients: Sequence[Gradients]) -> None:
         """Copy in the gradients of this worker's subtrees; `sum` needs a barrier after this."""
         wait_until_free([self])
-        for views, gradients in zip(self.own_views, own, strict=True):
+        for views, gradients in zip(self.own_views, own_gradients, strict=True):  # per subtree
             copy_gradients(views, gradients)
 
     def spare_held(self) -> None:
@@ -281,8 +293,8 @@ class Exchange:
         for number, references in enumerate(list(map(getrefcount, views))):
             if references > UNHELD:
                 held = views[number]
-                views[number] = held.detach()
-                held.data = held.clone()
+                views[number] = held.detach()  # a new object with the old memory
+                held.data = held.clone()  # the old object with new memory
 
     def receive(self) -> None:
         """Begin to receive what other hosts send, if this worker holds what its partners do.
@@ -303,10 +315,10 @@ class Exchange:
         """Whether `put_and_start` sends gradients without a copy, or before it has copied all."""
         return self.swaps and self.has_parts and len(self._route.host) == 1
 
-    def put_and_start(self, own: Sequence[Gradients]) -> None:
+    def put_and_start(self, own_gradients: Sequence[Gradients]) -> None:
         """Do what `put` and `start` do, if it `sends_parts`; gradients must stay as they are."""
         wait_until_free([self])
-        self._started = self._send_parts(self._put_in_parts(own[0]))
+        self._started = self._send_parts(self._put_in_parts(own_gradients[0]))
 
     def finish_unused(self) -> None:
         """Wait for an exchange that was started by a call that failed: its memory is in use."""
@@ -319,17 +331,18 @@ class Exchange:
 
         `sum` calls this if nothing was started.
         """
-        if self._machine is not None:
+        if self._machine is not None:  # GPUs of several machines: first among those of this one
             self._nearby = self._send_nearby(self._machine)
-        elif self.across == "host":
+        elif self.across == "host":  # CPU hosts that all need every slice: in parts
             self._started = self._send_parts()
-        elif self._route.others:
+        elif self._route.others:  # several hosts, or GPUs: each slice goes to its only owner
             owners, numbers = self._route.owners[self.world.rank], self._route.numbers
+            # [owners, spans] of slices
             sums = {r: self._host_sums(range(numbers[r], numbers[r] + 1)) for r in owners}
             self._started = [self._send_to_owners(self._route, sums)]
-        else:
-            known = self._host_sums(self.held)
-            self._started = [PartialSums(known, self._out, Arrival(lambda: None))]
+        else:  # one host: everything is in its memory already
+            host_sums = self._host_sums(self.held)
+            self._started = [PartialSums(host_sums, self._out, Arrival(lambda: None))]
 
     def start_between_machines(self) -> None:
         """Send on what was exchanged within this machine, if only that was started."""
@@ -343,7 +356,7 @@ class Exchange:
         They take the place of what has arrived if this worker alone needs them.
         """
         is_own = self.swaps and self.converts
-        return self._received if is_own else self.slices(self._own[0], self.held)
+        return self._received if is_own else self.slices(self._own_flats[0], self.held)
 
     def sum(self) -> Tensor:
         """Return the slices that this worker holds, 1-D, of the sum over all lanes.
@@ -363,12 +376,13 @@ class Exchange:
         start = end = 0
         for number, part in enumerate(started, start=1):
             part.arrival.wait()
-            if (0, self._lanes) not in part.known:
-                _add_all(self._lanes, part.known, part.out)
+            if (0, self._lanes) not in part.sums:  # of shares, another thread has added them
+                _add_all(self._lanes, part.sums, part.out)
             end += part.out.numel()
+            # parts that are there already are yielded together
             if number == len(started) or not started[number].arrival.is_there():
-                own = slice(start, end)
-                yield out[own] if self._total is None else self._total[own].copy_(out[own])
+                ready = slice(start, end)
+                yield out[ready] if self._total is None else self._total[ready].copy_(out[ready])
                 start = end
         self._started = None
         if not (self.across == "host" and self.converts):  # those may call this at any time
@@ -379,23 +393,24 @@ class Exchange:
         return {
             span: self.slices(flat, numbers)
             for spans, flats in zip(self._spans, self._sums, strict=True)
-            for span, flat in zip(spans, flats, strict=False)
+            for span, flat in zip(spans, flats, strict=False)  # some workers have spare flats
         }
 
-    def _cut(self, own: Tensor) -> Iterator[Run]:
+    def _cut(self, flat: Tensor) -> Iterator[Run]:
         """Cut a sum to be swapped into runs: one, unless gradients are sent without a copy."""
         itemsize, first, start = self.dtype.itemsize, 0, 0
+        # several workers of a host add their gradients in flat storage, so none is sent as it is
         if len(self._route.host) == 1:
             pairs = zip(self.layout.sizes, self.layout.offsets, strict=False)
             for number, (size, offset) in enumerate(pairs):
-                whole = size // ALIGNMENT * ALIGNMENT
-                if whole * itemsize >= CHUNK_BYTES:
-                    yield Run(slice(first, number), _in_chunks(own[start:offset]))
-                    parts = _in_chunks(own[offset : offset + whole])
-                    rest = own[offset + whole : offset + size]
+                aligned_size = size // ALIGNMENT * ALIGNMENT
+                if aligned_size * itemsize >= CHUNK_BYTES:
+                    yield Run(slice(first, number), _in_chunks(flat[start:offset]))
+                    parts = _in_chunks(flat[offset : offset + aligned_size])
+                    rest = flat[offset + aligned_size : offset + size]
                     yield Run(slice(number, number + 1), parts, rest)
-                    first, start = number + 1, offset + whole
-        yield Run(slice(first, None), _in_chunks(own[start:]))
+                    first, start = number + 1, offset + aligned_size
+        yield Run(slice(first, None), _in_chunks(flat[start:]))
 
     def _send_parts(self, parts: Iterable[Tensor] | None = None) -> list[PartialSums]:
         """Send the sums of this host, in parts.
@@ -403,12 +418,13 @@ class Exchange:
         `parts` replace its only sum, which is in flat storage, as each becomes available.
         """
         send, self._send = self._send or self._begin(), None
-        known = self._host_sums(self.held)
-        sums = [_add_up(span, known) for span in self._host_spans]
+        host_sums = self._host_sums(self.held)
+        # this worker adds the held slices for its whole host, each 1-D, len(held) * slice_size
+        sums = [_add_up(span, host_sums) for span in self._host_spans]
         self._is_sending = True  # from the memory of the host's first worker
         if self._total is None and self.converts and self.dtype != self.parameters[0].dtype:
             self._total = torch.empty_like(sums[0], dtype=self.parameters[0].dtype)
-        return send([one.split(self._sizes) for one in sums] if parts is None else [parts])
+        return send([total.split(self._sizes) for total in sums] if parts is None else [parts])
 
     def _begin(self) -> SendParts:
         """Begin to receive what other hosts send; return a call that sends the sums of this one."""
@@ -419,7 +435,7 @@ class Exchange:
         send = self.world.begin_swap(partner, self._arriving, "exchanging gradients")
 
         def start(sums: Sequence[Iterable[Tensor]]) -> list[PartialSums]:
-            sent = list[Tensor]()
+            sent = list[Tensor]()  # to be added to what arrives
 
             def kept() -> Iterator[Tensor]:
                 for part in sums[0]:
@@ -428,45 +444,53 @@ class Exchange:
 
             arrivals = send(kept())
             out = self._arriving if self._out is self._received else self._out.split(self._sizes)
+            # per part: [sent, arrived, out, arrival]
             rows = zip(sent, self._arriving, out, arrivals, strict=True)
             return [PartialSums({span: a, other_span: b}, *rest) for a, b, *rest in rows]
 
         return start
 
     def _begin_sums(self) -> SendParts:
-        rank, whole = self.world.rank, (0, self._lanes)
+        rank, root = self.world.rank, (0, self._lanes)
         send = self.world.begin_sums(self._shares, "exchanging gradients")
 
         def divided(sums: Sequence[Iterable[Tensor]]) -> Iterator[dict[int, list[Tensor]]]:
-            for known, parts in zip(self._known, zip(*sums, strict=True), strict=True):
-                shares = list(map(self._shares_of, parts))
-                known.update(zip(self._host_spans, [one[rank] for one in shares], strict=True))
-                yield {other: [one[other] for one in shares] for other in self._route.partners}
+            # `sums` has views [host_spans, parts]; this goes from part to part
+            for share_sums, parts in zip(self._share_sums, zip(*sums, strict=True), strict=True):
+                shares = list(map(self._shares_of, parts))  # [host_spans, workers]
+                share_sums.update(
+                    zip(self._host_spans, [by_rank[rank] for by_rank in shares], strict=True)
+                )
+                yield {
+                    other: [by_rank[other] for by_rank in shares] for other in self._route.partners
+                }
 
         def start(sums: Sequence[Iterable[Tensor]]) -> list[PartialSums]:
             arrivals = send(divided(sums))
             pairs = zip(self._out.split(self._sizes), arrivals, strict=True)
-            return [PartialSums({whole: part}, part, arrival) for part, arrival in pairs]
+            return [PartialSums({root: part}, part, arrival) for part, arrival in pairs]
 
         return start
 
     def _share_of(self, part: Tensor) -> Share:
-        """Return this worker's share of a part; the sums of it that are added go into `_known`."""
-        totals = self._shares_of(part)
+        """Return this worker's share of a part; the sums of it go into `_share_sums`."""
+        totals = self._shares_of(part)  # views of flat storage, so totals arrive in their place
         total = totals.pop(self.world.rank)
-        known, received = dict[Span, Tensor](), dict[int, Sequence[Tensor]]()
+        share_sums, received = dict[Span, Tensor](), dict[int, Sequence[Tensor]]()
         for partner, host in zip(self._route.partners, self._route.others, strict=True):
             sums = {span: torch.empty_like(total) for span in self._spans_of(host)}
-            known.update(sums)
+            share_sums.update(sums)
             received[partner] = list(sums.values())
-        self._known.append(known)
-        return Share(received, partial(_add_serially, self._lanes, known, total), total, totals)
+        self._share_sums.append(share_sums)  # `divided` adds the sums of this host
+        return Share(
+            received, partial(_add_serially, self._lanes, share_sums, total), total, totals
+        )
 
     def _divided(self, size: int) -> dict[int, int]:
         """Divide the elements of a part among this worker and its partners, by rank."""
         ranks = sorted([self.world.rank, *self._route.partners])
         ends = [size * n // len(ranks) // ALIGNMENT * ALIGNMENT for n in range(len(ranks))]
-        sizes = [end - start for start, end in pairwise([*ends, size])]
+        sizes = [end - start for start, end in pairwise([*ends, size])]  # the last has the rest
         return dict(zip(ranks, sizes, strict=True))
 
     def _shares_of(self, part: Tensor) -> dict[int, Tensor]:
@@ -477,17 +501,17 @@ class Exchange:
     def _put_in_parts(self, gradients: Gradients) -> Iterator[Tensor]:
         """Yield parts to send: large gradients as they are, others once they are copied in."""
         for run in self._runs:
-            views, some = self.own_views[0][run.parameters], gradients[run.parameters]
-            gradient = None if run.rest is None else some[0]
+            views, run_gradients = self.own_views[0][run.parameters], gradients[run.parameters]
+            gradient = None if run.rest is None else run_gradients[0]
             if run.rest is None or gradient is None or not _has_layout_of(views[0], gradient):
-                copy_gradients(views, some)
+                copy_gradients(views, run_gradients)
                 yield from run.parts
                 continue
-            values = gradient.as_strided((gradient.numel(),), (1,))
-            *of_gradient, rest = values.split([one.numel() for one in (*run.parts, run.rest)])
+            values = gradient.as_strided((gradient.numel(),), (1,))  # 1-D, in storage order
+            *of_gradient, rest = values.split([part.numel() for part in (*run.parts, run.rest)])
             run.rest.copy_(rest)
-            for part, own in zip(run.parts, of_gradient, strict=True):
-                yield own if own.dtype == part.dtype else part.copy_(own)
+            for part, source in zip(run.parts, of_gradient, strict=True):
+                yield source if source.dtype == part.dtype else part.copy_(source)
 
     def _send_nearby(self, machine: Route) -> Callable[[], PartialSums]:
         """Begin to send the workers of this machine what they add up.
@@ -495,12 +519,18 @@ class Exchange:
         Returns a call that begins to send the machine's sums to the owners on other machines.
         """
         size, owners, ranks = self.layout.slice_size, machine.owners, range(self.world.size)
-        sums = self._own[: len(self.own_spans)]
-        parts = [self.slice_of(flat, o) for some in owners.values() for flat in sums for o in some]
+        sums = self._own_flats[: len(self.own_spans)]
+        # [near_workers, own_spans, owned] slices, in the order of the ranks that get them
+        parts = [
+            self.slice_of(flat, owner)
+            for served in owners.values()
+            for flat in sums
+            for owner in served
+        ]
         spans_from = {rank: self._spans_of(range(rank, rank + 1)) for rank in owners}
-        spans = [span for some in spans_from.values() for span in some]
+        spans = [span for rank_spans in spans_from.values() for span in rank_spans]
         owned = owners[self.world.rank]
-        out = parts[0].new_empty((len(spans), len(owned), size))
+        out = parts[0].new_empty((len(spans), len(owned), size))  # [spans, owned, slice_size]
         wait = self.world.begin_all_to_all(
             out.view(-1),
             [size * len(owned) * len(spans_from.get(rank, ())) for rank in ranks],
@@ -509,16 +539,16 @@ class Exchange:
             "exchanging gradients",
             polled=False,
         )
-        by_owner = zip(owned, out.unbind(1), strict=True)
-        known = {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
+        by_owner = zip(owned, out.unbind(1), strict=True)  # [spans, slice_size] per owner
+        sums_of = {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
 
         def send_on() -> PartialSums:
             with _side_stream(out.device) as stream:  # backward need not wait for the network
                 wait()
-                part = self._send_to_owners(machine, known)
+                part = self._send_to_owners(machine, sums_of)
             if stream is not None:  # memory is not reused until both streams are done with it
                 out.record_stream(stream)
-                for row in part.known.values():
+                for row in part.sums.values():
                     row.record_stream(torch.cuda.current_stream(out.device))
             return part
 
@@ -536,22 +566,22 @@ class Exchange:
         }
         serves_all = len(served) == len(ranks) - 1 and self._route.numbers == [*ranks]
         if serves_all and len(own_spans) == 1:  # one more slice is sent, to itself, but none copied
-            own, served, spans_from[rank] = self._own[0], [*ranks], own_spans
-        else:
+            sent, served, spans_from[rank] = self._own_flats[0], [*ranks], own_spans
+        else:  # [served, own_spans] slices; the empty one gives a dtype if there are none
             parts = [_add_up(span, sums[owner]) for owner in served for span in own_spans]
-            own = torch.cat([self._own[0][:0], *parts])
+            sent = torch.cat([self._own_flats[0][:0], *parts])
         spans = [span for other in ranks for span in spans_from.get(other, ())]
-        out = own.new_empty((len(spans), size))
+        out = sent.new_empty((len(spans), size))  # [spans, slice_size], of slices with this owner
         wait = self.world.begin_all_to_all(
             out.view(-1),
             [size * len(spans_from.get(other, ())) for other in ranks],
-            own,
+            sent,
             [size * len(own_spans) * (other in served) for other in ranks],
             "exchanging gradients",
         )
         slices = range(self.own_number, self.own_number + 1)
-        known = {**sums[rank], **dict(zip(spans, out, strict=True))}
-        return PartialSums(known, self.slices(self._own[0], slices), Arrival(wait))
+        all_sums = {**sums[rank], **dict(zip(spans, out, strict=True))}
+        return PartialSums(all_sums, self.slices(self._own_flats[0], slices), Arrival(wait))
 
     def _spans_of(self, host: range) -> list[Span]:
         lanes = [lanes_of(rank, self.world.size, self._lanes) for rank in (host[0], host[-1])]
@@ -566,7 +596,7 @@ class Exchange:
 
     def storages(self) -> list[Tensor]:
         """Return the flat gradients of this host's workers, which `gather` completes."""
-        return [flats[0] for flats in self._sums]
+        return [flats[0] for flats in self._sums]  # [local_workers, flat_size]
 
     def converted(self) -> list[Tensor]:
         """Return the gathered gradients in the parameters' dtype."""
@@ -574,35 +604,36 @@ class Exchange:
         if self.dtype == dtype:
             return self.own_views[0]
         if self._converted is None:
-            flat = torch.empty_like(self._own[0], dtype=dtype)
+            flat = torch.empty_like(self._own_flats[0], dtype=dtype)
             self._converted = flat, self.views(flat)
         flat, views = self._converted
-        flat.copy_(self._own[0])  # one large copy is faster than one per parameter
+        flat.copy_(self._own_flats[0])  # one large copy is faster than one per parameter
         return views
 
-    def begin_gather(self, own: Tensor, what: str) -> Callable[[], None]:
+    def begin_gather(self, flat: Tensor, what: str) -> Callable[[], None]:
         """Begin to receive the slices of other hosts that this worker passes on to its own."""
-        if self.across == "host":
+        if self.across == "host":  # this host has all slices already
             return lambda: None
-        if not self.world.shares_memory:
-            return self.world.begin_all_gather(own, self.slice_of(own, self.world.rank), what)
-        if not self._route.others:
+        if not self.world.shares_memory:  # GPUs, or one worker per host: slices are in rank order
+            return self.world.begin_all_gather(flat, self.slice_of(flat, self.world.rank), what)
+        if not self._route.others:  # one host: `copy_from_host` does it all
             return lambda: None
-        sent = dict.fromkeys(self._route.partners, self.slice_of(own, self.world.rank))
+        # several hosts of CPU workers: each slice crosses the network once per other host
+        sent = dict.fromkeys(self._route.partners, self.slice_of(flat, self.world.rank))
         owners = self._route.owners[self.world.rank][1:]
-        received = {owner: self.slice_of(own, owner) for owner in owners}
+        received = {owner: self.slice_of(flat, owner) for owner in owners}
         return self.world.begin_transfer(sent, received, what)
 
     def copy_from_host(self, flats: Sequence[Tensor]) -> None:
         """Copy the slices that the other workers of this host have, between two barriers."""
-        rank, own = self.world.rank, flats[self.local_rank]
+        rank, own_flat = self.world.rank, flats[self.local_rank]
         for worker, flat in zip(self._route.host, flats, strict=True):
             if worker != rank and self.across == "host":
                 held = self._held_by(worker)
-                self.slices(own, held).copy_(self.slices(flat, held))
+                self.slices(own_flat, held).copy_(self.slices(flat, held))
             elif worker != rank:
                 for owner in self._route.owners[worker]:
-                    self.slice_of(own, owner).copy_(self.slice_of(flat, owner))
+                    self.slice_of(own_flat, owner).copy_(self.slice_of(flat, owner))
 
     def free(self) -> None:
         """Note a barrier of this host: all of its workers have finished their sums."""
@@ -623,12 +654,14 @@ def all_gather(flats_of: Sequence[tuple[Exchange, Sequence[Tensor]]], what: str)
     """Complete the storages of this host's workers, each of which has what its worker holds."""
     for exchange, _ in flats_of:
         exchange.finish_unused()
-    waits = [one.begin_gather(flats[one.local_rank], what) for one, flats in flats_of]
+    waits = [
+        exchange.begin_gather(flats[exchange.local_rank], what) for exchange, flats in flats_of
+    ]
     for wait in waits:
         wait()
     if flats_of and flats_of[0][0].world.shares_memory:
         world = flats_of[0][0].world
-        world.barrier_on_host(what)
+        world.barrier_on_host(what)  # what other hosts sent has arrived in this host's memory
         for exchange, flats in flats_of:
             exchange.copy_from_host(flats)
         world.barrier_on_host(what)  # no worker reads this storage after this
@@ -638,8 +671,8 @@ def all_gather(flats_of: Sequence[tuple[Exchange, Sequence[Tensor]]], what: str)
 
 def gather(exchanges: Sequence[Exchange]) -> list[list[Tensor]]:
     """Return what `Exchange.gather` does for each, in one round of messages."""
-    all_gather([(one, one.storages()) for one in exchanges], "gathering gradients")
-    return [one.converted() for one in exchanges]
+    all_gather([(exchange, exchange.storages()) for exchange in exchanges], "gathering gradients")
+    return [exchange.converted() for exchange in exchanges]
 
 
 class Route:
@@ -656,13 +689,14 @@ class Route:
         self.local_rank = rank - self.host.start
         self.others = [host for host in hosts if host != self.host]
         self.partners = [host[self.local_rank % len(host)] for host in self.others]
-        self.owners = {worker: [worker] for worker in self.host}
+        self.owners = {worker: [worker] for worker in self.host}  # in rank order, itself first
         for host in self.others:
             for number, owner in enumerate(host):
                 self.owners[self.host[number % len(self.host)]].append(owner)
         self.is_uniform = len(set(map(len, hosts))) == 1
         by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
         ranks = [rank for _, rank in by_number]
+        # two hosts of two: slices lie in the order of ranks 0, 2, 1, 3
         self.numbers = [ranks.index(rank) for rank in range(len(ranks))]
 
 
@@ -672,22 +706,22 @@ def _has_layout_of(view: Tensor, gradient: Tensor) -> bool:
     return not is_lazy and gradient.stride() == view.stride()
 
 
-def _add_all(lanes: int, known: Mapping[Span, Tensor], out: Tensor) -> None:
-    """Add known sums along the tree, up to all lanes; this may reuse their memory."""
-    left, right = (_add_up(half, known) for half in halves((0, lanes)))
+def _add_all(lanes: int, sums: Mapping[Span, Tensor], out: Tensor) -> None:
+    """Add sums along the tree, up to all lanes; this may reuse their memory."""
+    left, right = (_add_up(half, sums) for half in halves((0, lanes)))
     torch.add(left, right, out=out)
 
 
-def _add_serially(lanes: int, known: Mapping[Span, Tensor], out: Tensor) -> None:
+def _add_serially(lanes: int, sums: Mapping[Span, Tensor], out: Tensor) -> None:
     """Do what `_add_all` does, in pieces so small that torch uses the calling thread alone."""
-    pieces = zip(*(one.split(SERIAL_ELEMENTS) for one in (out, *known.values())), strict=True)
-    for piece, *sums in pieces:
-        _add_all(lanes, dict(zip(known, sums, strict=True)), piece)
+    pieces = zip(*(tensor.split(SERIAL_ELEMENTS) for tensor in (out, *sums.values())), strict=True)
+    for piece, *parts in pieces:  # the same elements of `out` and of each sum
+        _add_all(lanes, dict(zip(sums, parts, strict=True)), piece)
 
 
-def _add_up(span: Span, known: Mapping[Span, Tensor]) -> Tensor:
-    """Add known sums along the tree, in the memory of the first, which no other worker reads."""
-    return tree_sum(span, known.get, Tensor.add_)
+def _add_up(span: Span, sums: Mapping[Span, Tensor]) -> Tensor:
+    """Add sums along the tree, in the memory of the first, which no other worker reads."""
+    return tree_sum(span, sums.get, Tensor.add_)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from samestep.comm.base import World
 from samestep.errors import LossError, OptimizerError
 
 Parameters = Sequence[Parameter]
-Gradients = list[Tensor | None]
+Gradients = list[Tensor | None]  # by number of the parameter
 
 SHARDED_ADVICE: Final = (
     "Instead of loss.backward(), write run.backward(loss_fn, model, batch), and call it again for a"
@@ -51,6 +51,7 @@ def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = 
                 issue = f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient"
                 raise LossError(f"{issue}; use sparse=False")
             if round_to is not None:
+                # rounds the leaves of the tree; sums of this dtype are rounded as well
                 gradient = gradient.to(sum_dtype(gradient.dtype, round_to))
         gradients.append(gradient)
     return gradients
@@ -70,15 +71,17 @@ def have_none(parameters: Sequence[Tensor]) -> bool:
 
 def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:
     """Return copies of the gradients, because exchanges reuse their memory, and clear `.grad`."""
-    return [None if one is None else one.clone() for one in take_gradients(parameters)]
+    return [
+        None if gradient is None else gradient.clone() for gradient in take_gradients(parameters)
+    ]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Return left + right, in the memory of `left` if it has gradients."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
+    if both:  # one call for all parameters, because each call costs microseconds
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    if len(both) == len(left):
+    if len(both) == len(left):  # as usual: all lanes use the same parameters
         return left
     return [
         _plus_zeros(a if b is None else b) if a is None or b is None else a
@@ -98,7 +101,7 @@ def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
         for view, gradient in zip(views, gradients, strict=True)
         if gradient is not None and gradient is not view
     ]
-    if pairs:
+    if pairs:  # rounds gradients that are wider than flat storage
         torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
     if len(pairs) == len(views):
         return
@@ -115,9 +118,10 @@ class ModuleParameters:
     """
 
     def __init__(self) -> None:
-        self._registries: list[dict[str, Any]] = []
-        self._empty: list[dict[str, Any]] = []
-        self._content: list[Any] = []
+        # dicts of submodules: of their parameters, and of their own submodules
+        self._registries: list[dict[str, Any]] = []  # with entries, which are compared
+        self._empty: list[dict[str, Any]] = []  # without any at the last walk
+        self._content: list[Any] = []  # the entries at the last walk
         self._parameters: list[Parameter] = []
         self._required: list[bool] | None = None  # a gradient, by parameter
         self._trainable: list[Parameter] = []
@@ -130,8 +134,8 @@ class ModuleParameters:
         if not self._registries or any(self._empty) or not self._is_unchanged():
             registries = [
                 registry
-                for one in module.modules()
-                for registry in (one._parameters, one._modules)  # noqa: SLF001 (no public access)
+                for owner in module.modules()
+                for registry in (owner._parameters, owner._modules)  # noqa: SLF001  not public
             ]
             self._registries = list(filter(None, registries))
             self._empty = [registry for registry in registries if not registry]
@@ -159,11 +163,11 @@ class ManualGradients:
     """
 
     def __init__(self) -> None:
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # by id, also of parameters no longer watched
         self._parameters: list[Tensor] = []  # watched
-        self._found: dict[int, Tensor] = {}
+        self._manual: dict[int, Tensor] = {}  # parameters with such a gradient, by id
         self._in_lane = self._in_backward = False
-        self._lane_called_backward = False
+        self._lane_called_backward = False  # the loss function did
         self._has_nested = False
         self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
 
@@ -180,14 +184,14 @@ class ManualGradients:
     def unwatch(self, parameters: Iterable[Tensor]) -> None:
         """Stop watching parameters of a sharded optimizer, which a `GradientSeal` watches."""
         ids = set(map(id, parameters))
-        self._parameters = [one for one in self._parameters if id(one) not in ids]
+        self._parameters = [parameter for parameter in self._parameters if id(parameter) not in ids]
         for number in ids:
             self._names.setdefault(number, "a parameter")
-            self._found.pop(number, None)
+            self._manual.pop(number, None)
 
     def close(self) -> None:
         """Stop watching."""
-        for content in self._parameters, self._names, self._found:
+        for content in self._parameters, self._names, self._manual:
             content.clear()
         if self._is_active():
             Variable._execution_engine = _ImperativeEngine()  # noqa: SLF001
@@ -199,7 +203,7 @@ class ManualGradients:
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Note which watched parameters get gradients in this block, except from `run.backward`."""
-        if self._in_backward:
+        if self._in_backward:  # of `run.backward`, or nested in it by a function of the graph
             self._depth += 1
             self._has_nested |= self._depth > 1
             try:
@@ -210,21 +214,21 @@ class ManualGradients:
         self._lane_called_backward = self._in_lane
         parameters = self._parameters
         gradients = [parameter.grad for parameter in parameters]
-        versions = _versions(gradients)
+        versions = _versions(gradients)  # autograd adds to a gradient in place
         try:
             yield
         finally:
             are_same = map(eq, versions, _versions(gradients))
             for parameter, gradient, is_same in zip(parameters, gradients, are_same, strict=True):
                 if parameter.grad is not gradient or not is_same:
-                    self._found[id(parameter)] = parameter
+                    self._manual[id(parameter)] = parameter
 
     def forget_cleared(self) -> None:
         """Forget gradients that were cleared."""
-        if self._found:
-            self._found = {
+        if self._manual:
+            self._manual = {
                 number: parameter
-                for number, parameter in self._found.items()
+                for number, parameter in self._manual.items()
                 if parameter.grad is not None and bool(parameter.grad.any())
             }
 
@@ -247,7 +251,7 @@ class ManualGradients:
 
         Raises `LossError` if the loss function itself made gradients of `parameters`.
         """
-        if self._lane_called_backward:
+        if self._lane_called_backward:  # only then, because `any` of a GPU tensor waits
             self._refuse_gradients(parameters, lane)
         self._in_backward, self._has_nested = True, False
         try:
@@ -270,10 +274,12 @@ class ManualGradients:
 
     def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
         """Raise `OptimizerError` if the optimizer must not make a step now."""
-        if not (self._found or self._in_lane):
+        if not (self._manual or self._in_lane):
             return
         kind = type(optimizer).__name__
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         if self._in_lane:
             if is_sharded or any(id(parameter) in self._names for parameter in parameters):
                 raise OptimizerError(
@@ -284,7 +290,7 @@ class ManualGradients:
             return
         self.forget_cleared()
         for parameter in parameters:
-            if id(parameter) in self._found:
+            if id(parameter) in self._manual:
                 raise OptimizerError(
                     f"{kind}.step() would use a gradient of {self._names[id(parameter)]} that"
                     " run.backward did not make: loss.backward() only sees the samples of this"
@@ -326,11 +332,11 @@ class SlicedGradient(Tensor):
     def of(cls, parameter: Tensor, number: int, cleared: set[int]) -> SlicedGradient:
         """Return a placeholder with a parameter's shape, dtype and device, without storage."""
         make = Tensor._make_wrapper_subclass  # noqa: SLF001
-        one: SlicedGradient = make(
+        placeholder: SlicedGradient = make(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        one.number, one.cleared = number, cleared
-        return one
+        placeholder.number, placeholder.cleared = number, cleared
+        return placeholder
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -342,8 +348,9 @@ class SlicedGradient(Tensor):
                 f"torch.{func.overloadpacket.__name__} cannot use `.grad` of a parameter of a"
                 f" sharded optimizer: it is stored in slices, one per worker. {SHARDED_ADVICE}"
             )
-        for one in args[0] if isinstance(args[0], list) else args[:1]:
-            one.cleared.add(one.number)
+        # `_foreach_zero_` gets a list, `zero_` a single tensor
+        for placeholder in args[0] if isinstance(args[0], list) else args[:1]:
+            placeholder.cleared.add(placeholder.number)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Describe it."""
@@ -361,6 +368,7 @@ class GradientSeal:
         self.optimizer = optimizer
         # waits for gradients that still arrive, and drops cleared ones
         self.settle: Callable[[], object] = lambda: None
+        # before `Shard` replaces the parameters by segments
         self._ids = set(map(id, self._parameters()))
         self.seal()
         optimizer.register_step_pre_hook(self.check)
@@ -399,7 +407,7 @@ class GradientSeal:
         self.seal()
 
     def _parameters(self) -> list[Tensor]:
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _clear(self, *_: object) -> None:
         parameters = self._parameters()
@@ -428,7 +436,7 @@ def refuse_unless_zero(gradient: Tensor | None) -> None:
 
 def _versions(gradients: Gradients) -> list[int]:
     """Return how often each gradient was changed in place; 0 for none."""
-    return [0 if one is None else one._version for one in gradients]  # noqa: SLF001
+    return [0 if gradient is None else gradient._version for gradient in gradients]  # noqa: SLF001
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -452,17 +460,19 @@ class GradScaler(torch.amp.GradScaler):
         seals = [seal for seal in self._seals if seal.optimizer is optimizer]
         for seal in seals:
             seal.open()
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+        # float32 scalars: 1.0 if a gradient on that device is infinite or NaN
+        found_infs: dict[torch.device, Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16
         )
-        own = torch.zeros_like(found_inf)
-        for value in found.values():
-            own += value.to(own.device)
-        everyone = own.new_empty(self._world.size)
-        self._world.all_gather(everyone, own.view(1), "agreeing whether gradients are finite")
-        agreed = everyone.sum().clamp_(max=1.0).view(own.shape)
+        own_inf = torch.zeros_like(found_inf)
+        for value in found_infs.values():
+            own_inf += value.to(own_inf.device)
+        infs = own_inf.new_empty(self._world.size)  # float32 [workers]
+        self._world.all_gather(infs, own_inf.view(1), "agreeing whether gradients are finite")
+        # a scalar: 1.0 if any worker has one
+        agreed = infs.sum().clamp_(max=1.0).view(own_inf.shape)
         for seal in seals:
             seal.seal()
         # a worker whose slice is empty has no entry
-        devices = list(found) or [agreed.device]
+        devices = list(found_infs) or [agreed.device]
         return {device: agreed.to(device, copy=True) for device in devices}

@@ -79,15 +79,15 @@ class GpuClock:
         phases, self._phases = self._phases, []
 
         def seconds() -> dict[str, float]:
-            found: dict[str, float] = {}
+            totals: dict[str, float] = {}
             for phase, start, end in phases:
                 try:
                     milliseconds = start.elapsed_time(end)
                 except RuntimeError:  # not yet passed
                     end.synchronize()
                     milliseconds = start.elapsed_time(end)
-                found[phase] = found.get(phase, 0.0) + milliseconds / 1000
-            return found
+                totals[phase] = totals.get(phase, 0.0) + milliseconds / 1000
+            return totals
 
         return seconds
 
@@ -110,6 +110,7 @@ class LaneEngine(LaneContext):
         self._tracked: list[tuple[Optimizer, Parameters]] = []
         self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
         self._overlaps: dict[tuple[int, ...], Overlap] = {}
+        # of the last step, found by identity: a key of all parameter ids takes longer to make
         self._last_overlap: tuple[Parameters, int, Overlap] | None = None
         self._calls = 0  # of `backward`, also those that failed
 
@@ -135,9 +136,13 @@ class LaneEngine(LaneContext):
 
     def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
         """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if shard is not None:
-            parameters = [one for flat in shard.flat_buffers for one in flat.exchange.parameters]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        if shard is not None:  # the optimizer itself has segments of flat storage
+            parameters = [
+                parameter for flat in shard.flat_buffers for parameter in flat.exchange.parameters
+            ]
         self._tracked.append((optimizer, parameters))
 
     def before_optimizer_step(
@@ -169,9 +174,9 @@ class LaneEngine(LaneContext):
         return args, {**kwargs, "closure": checked}
 
     def _refuse_untracked(self, optimizer: Optimizer) -> None:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for tracked, parameters in self._tracked:
-            if not own.isdisjoint(map(id, parameters)):
+            if not ids.isdisjoint(map(id, parameters)):
                 raise OptimizerError(
                     f"this {type(optimizer).__name__} is not tracked, but updates parameters of the"
                     f" {type(tracked).__name__} that is, so snapshots would hold the state of the"
@@ -197,20 +202,20 @@ class LaneEngine(LaneContext):
         if checked is parameters and addresses == current:
             return
         for parameter in parameters:
-            known = self._replicated.get(id(parameter))
-            if known is None and all(module is not one for one in self._modules):
+            entry = self._replicated.get(id(parameter))
+            if entry is None and all(module is not replicated for replicated in self._modules):
                 issue = "has parameters that are not replicated; pass it to run.replicate first"
-            elif known is None:
+            elif entry is None:
                 issue = (
                     f"got the parameter {_name_in(module, parameter)!r} after run.replicate, so its"
                     " values may differ between workers, and the optimizer may not include it;"
                     " change the model before run.replicate, or replicate it again and create the"
                     " optimizer after that"
                 )
-            elif parameter.dtype != known[1] or not (may_move or parameter.device == known[2]):
+            elif parameter.dtype != entry[1] or not (may_move or parameter.device == entry[2]):
                 issue = (
                     f"was changed after run.replicate: {_name_in(module, parameter)!r} had"
-                    f" {known[1]} on {known[2]}, got {parameter.dtype} on {parameter.device};"
+                    f" {entry[1]} on {entry[2]}, got {parameter.dtype} on {parameter.device};"
                     " convert a model before run.replicate, which also moves it to the worker's"
                     " devices, or convert a copy of it"
                 )
@@ -260,9 +265,11 @@ class LaneEngine(LaneContext):
         parameters = self._trainable(update)
         overlap = self._overlap_of(parameters)
         self.manual.forget_cleared()
-        are_clear = have_none(parameters)
+        are_clear = have_none(parameters)  # else this call adds to earlier ones
         if not are_clear:
             self.open_seals()
+        # this step reuses the memory of exchanges, so what is still needed of it moves out:
+        # slices of sharded optimizers, then complete gradients, then those that user code holds
         for bucket in overlap.buckets:
             if bucket.flat_buffer is not None:
                 bucket.flat_buffer.stash_gradients(are_clear=are_clear and bucket.has_all)
@@ -270,25 +277,27 @@ class LaneEngine(LaneContext):
         for bucket in overlap.buckets:
             if bucket.flat_buffer is None:
                 bucket.exchange.spare_held()
+        # a loss of the whole batch needs the embeddings of all lanes, so each lane has two passes
         kind = LanePass if loss.embed is None else WholeBatchPass
         with self._restoring(parameters, earlier, overlap):
             lane_pass = kind(self, loss, batch, parameters, seed, overlap.active)
             begun = self.gpu_clock.mark()
             with self.manual.lanes():
-                own = lane_pass.run()
+                own_gradients = lane_pass.run()  # [subtrees, parameters], each a tensor or None
             computed = self.gpu_clock.mark()
             self.world.wait_for_gpu()
-            report = lane_pass.report(own)  # reads losses, after a GPU has computed them
+            report = lane_pass.report(own_gradients)  # reads losses, after a GPU has computed them
             elsewhere = batch.data_seconds - data_before + lane_pass.exchange_seconds
             self.compute_seconds += time.perf_counter() - started - elsewhere
             self.exchange_seconds += lane_pass.exchange_seconds
 
             started = time.perf_counter()
-            overlap.finish(own)
+            overlap.finish(own_gradients)  # those that were not put during backward
             call = self._calls, report, note()
             receive = self.world.begin_all_gather_json(call, "exchanging losses")
-            overlap.start()
-            reports = self._same_call(receive())  # all workers synchronize here
+            overlap.start()  # the remaining exchanges, while the message is on its way
+            # all workers synchronize here; [report, note] of each, by rank
+            reports = self._same_call(receive())
             results = [
                 LaneResult(lane, rank, *result)
                 for rank, (report, _) in enumerate(reports)
@@ -299,10 +308,12 @@ class LaneEngine(LaneContext):
         self.buffers.learn(number for report, _ in reports for number in report["late"])
         self.buffers.end_step(written, [result.lane for result in results])
         if overlap.buckets:
+            # a parameter that no lane used gets no gradient on any worker
             missing = set.intersection(*(set(report["missing"]) for report, _ in reports))
             overlap.set_gradients(parameters, missing, lane_pass.scale(results))
         else:
-            _set_gradients(parameters, own[0], lane_pass.scale(results))
+            # a single worker: its only subtree is the whole tree
+            _set_gradients(parameters, own_gradients[0], lane_pass.scale(results))
         if earlier:
             _add_earlier(parameters, earlier)
         self.seal(parameters)
@@ -382,11 +393,14 @@ class LaneEngine(LaneContext):
 
     def _new_overlap(self, parameters: Parameters) -> Overlap:
         own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
+        # Several hosts, or GPUs, each of which counts as one: send during the last backward. With
+        # several devices per worker, sums are complete only when all devices are done.
         if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
             return EarlyExchange(own_buckets, parameters, self.world, self.manual.has_nested)
-        if own_buckets and self.lanes == self.world.size:  # several lanes are added first
+        # one host, one lane per worker: a gradient is final when it arrives, and nothing is added
+        if own_buckets and self.lanes == self.world.size:
             return EarlyCopies(own_buckets, parameters, self.manual.has_nested)
-        return Overlap(own_buckets)
+        return Overlap(own_buckets)  # several lanes are added first; a single worker has no buckets
 
     def _close_unused(self) -> None:
         """Free the exchanges of parameters that have not been trained together for long."""
@@ -397,20 +411,24 @@ class LaneEngine(LaneContext):
     def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
         """Group sharded parameters by flat buffer, and the others by dtype and size."""
         number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
-        found = []
+        grouped = []
         for flat_buffer in self.flat_buffers():
-            numbers = [number_of.pop(id(one), None) for one in flat_buffer.exchange.parameters]
+            numbers = [
+                number_of.pop(id(parameter), None) for parameter in flat_buffer.exchange.parameters
+            ]
             if set(numbers) != {None}:
-                found.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
+                grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         others = [parameters[n] for n in number_of.values()]
         for group in buckets(others, self.world, self.round_to):
             exchange = Exchange(group, self.lanes, self.world, self.round_to)
-            found.append(Bucket(exchange, [number_of[id(parameter)] for parameter in group], None))
-        return found
+            grouped.append(
+                Bucket(exchange, [number_of[id(parameter)] for parameter in group], None)
+            )
+        return grouped
 
 
 def _name_in(module: Module, parameter: Parameter) -> str:
-    names = [name for name, one in module.named_parameters() if one is parameter]
+    names = [name for name, candidate in module.named_parameters() if candidate is parameter]
     return names[0] if names else "a parameter"
 
 
@@ -436,14 +454,20 @@ def clip_gradients(
     the same order. Collective for each of the `buffers` that has any of the parameters.
     """
     ids = set(map(id, parameters))
-    buffers = [one for one in buffers if not ids.isdisjoint(map(id, one.exchange.parameters))]
+    buffers = [
+        buffer for buffer in buffers if not ids.isdisjoint(map(id, buffer.exchange.parameters))
+    ]
     for buffer in buffers:
         buffer.drop_cleared()
     norm = gradient_norm(parameters, buffers, world)
-    in_slices = {id(one) for buffer in buffers for one in buffer.exchange.parameters}
-    whole = [one.grad for one in parameters if one.grad is not None and id(one) not in in_slices]
+    in_slices = {id(parameter) for buffer in buffers for parameter in buffer.exchange.parameters}
+    unsharded = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None and id(parameter) not in in_slices
+    ]
     sliced = [part for buffer in buffers for part in buffer.gradients_of(ids)]
-    scale_gradients([*whole, *sliced], norm, max_norm)
+    scale_gradients([*unsharded, *sliced], norm, max_norm)
     return norm.float()
 
 
@@ -455,9 +479,10 @@ def gradient_norm(parameters: Parameters, buffers: Sequence[FlatBuffer], world: 
     rows: dict[int, Tensor] = {}  # float64 sums of squares of each row, by the parameter's id
     for buffer in buffers:
         rows.update(_sharded_rows(buffer, world))
-    for parameter in parameters:
+    for parameter in parameters:  # of unsharded optimizers: the same on every worker
         if id(parameter) not in rows:
             rows[id(parameter)] = _rows(parameter)
+    # one sum over the rows of all parameters, in the order of the parameters, not of the buffers
     return torch.cat([rows[id(parameter)] for parameter in parameters]).sum().sqrt()
 
 
@@ -473,7 +498,7 @@ def _rows(parameter: Parameter) -> Tensor:
     size = parameter.numel()
     if parameter.grad is None:
         return torch.zeros(-(-size // ALIGNMENT), dtype=torch.float64, device=parameter.device)
-    values = flattened(parameter.grad)
+    values = flattened(parameter.grad)  # in storage order, as in flat storage
     if size % ALIGNMENT:
         values = torch.nn.functional.pad(values, (0, -size % ALIGNMENT))
     return _row_squares(values)
@@ -484,11 +509,13 @@ def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
     for segment in buffer.segments:
         if segment.parameter.grad is not None:
             segment.view_in(held).copy_(segment.parameter.grad)
-    own = exchange.own_number - exchange.held.start
-    squares = _row_squares(held.view(len(exchange.held), -1)[own])
-    rows = squares.new_empty(world.size, len(squares))
+    # across "host", this worker holds the slices of its partners as well, but counts only its own
+    own_row = exchange.own_number - exchange.held.start
+    # a row of [held, slice_size], to float64 [slice_size / 64]
+    squares = _row_squares(held.view(len(exchange.held), -1)[own_row])
+    rows = squares.new_empty(world.size, len(squares))  # [workers, slice_size / 64], by rank
     world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
-    flat = exchange.by_number(rows).view(-1)
+    flat = exchange.by_number(rows).view(-1)  # float64 [flat_size / 64]
     # without rows of padding: unsharded gradients have none
     starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
     return {
@@ -499,5 +526,6 @@ def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
 
 def _row_squares(flat: Tensor) -> Tensor:
     dtype = torch.promote_types(flat.dtype, torch.float32)
+    # [rows, 64] to one norm per row
     norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
     return norms.double().square()

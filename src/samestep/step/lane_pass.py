@@ -67,6 +67,7 @@ class LaneContext:
     devices: Sequence[torch.device]
 
     def __post_init__(self) -> None:
+        # at least one lane per device
         self.own = lanes_of(self.world.rank, self.world.size, self.lanes)
         self.replicas = Replicas(self.devices, self.own)
         self.buffers = Buffers(self.world, self.lanes, self.replicas)
@@ -110,7 +111,9 @@ class LanePass:
     overlap: Callable[[Mapping[Span, Gradients]], AbstractContextManager[Mapping[int, Gradients]]]
 
     def __post_init__(self) -> None:
-        counts = self.batch.counts
+        counts = self.batch.counts  # of samples, by lane of the run; None for streams
+        # The planned items of all lanes, so that gradients have the size of a mean while they are
+        # added. `scale` corrects it once all lanes have reported their items, or divides if None.
         self._total = sum(counts) if self.loss.count is None and counts is not None else None
         self.context.world.status.set_activity("loading data")
         self._batches = {
@@ -122,8 +125,9 @@ class LanePass:
         self._copies = HostCopies()
         self._results: list[tuple[int, int, dict[str, Tensor]]] = []  # with such copies
         self.exchange_seconds = 0.0  # of `run`
-        self._sums: dict[Span, Gradients] = {}
-        self._taken: Mapping[int, Gradients] = {}
+        self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
+        # what `overlap` gave: gradients of each subtree, by number of the parameter
+        self._in_exchange: Mapping[int, Gradients] = {}
 
     def run(self) -> list[Gradients]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
@@ -137,16 +141,19 @@ class LanePass:
         first = replicas.all[0].device
 
         def moved(span: Span) -> Gradients | None:
-            some = sums.pop(span, None)  # only two are on the first device at a time
-            return some and [None if gradient is None else gradient.to(first) for gradient in some]
+            gradients = sums.pop(span, None)  # only two are on the first device at a time
+            return gradients and [
+                None if gradient is None else gradient.to(first) for gradient in gradients
+            ]
 
-        known = sums.get if len(replicas.all) == 1 else moved
+        # several devices: their subtrees may be parts of one subtree of this worker
+        sum_of = sums.get if len(replicas.all) == 1 else moved
         own_spans = subtrees(self.context.own, self.context.lanes)
-        own = [tree_sum(span, known, add_gradients) for span in own_spans]
-        for n, gradients in self._taken.items():
-            for some, gradient in zip(own, gradients, strict=True):
-                some[n] = gradient
-        return own
+        own_gradients = [tree_sum(span, sum_of, add_gradients) for span in own_spans]
+        for n, in_exchange in self._in_exchange.items():
+            for gradients, gradient in zip(own_gradients, in_exchange, strict=True):
+                gradients[n] = gradient
+        return own_gradients  # [subtrees, parameters], each a tensor or None
 
     def _run_on(self, replica: Replica) -> Iterator[None]:
         """Compute the sums of one device's lanes; yield after each lane.
@@ -158,27 +165,31 @@ class LanePass:
             return self._run_lane(span[0], replica) if span[1] - span[0] == 1 else None
 
         parts = [replica.lanes]
-        if len(self.context.devices) == 1:
+        if len(self.context.devices) == 1:  # with more, no lane is last: they take turns
             parts = [replica.lanes[:-1], replica.lanes[-1:]]
         for span in [span for lanes in parts for span in subtrees(lanes, self.context.lanes)]:
             self._sums[span] = yield from tree_steps(span, gradients, add_gradients)
 
     def scale(self, results: Iterable[LaneResult]) -> float:
         """Return the factor from the sum of gradients to the gradient of the mean."""
-        if self.context.lanes == 1:
+        if self.context.lanes == 1:  # `_weight` was the whole factor
             return 1.0
         return (self._total or 1) / max(1, sum(result.count for result in results))
 
-    def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
+    def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, written buffers, late ones."""
         buffers = self.context.buffers
         buffers.end_lanes(self._copies.of)
-        self._copies.wait()
+        self._copies.wait()  # for all forward passes, but not for the last backward
         results = [
             (lane, count, {name: float(value.double()) for name, value in metrics.items()})
             for lane, count, metrics in self._results
         ]
-        missing = ({n for n, gradient in enumerate(some) if gradient is None} for some in own)
+        # per subtree; a parameter is missing only if no subtree has it
+        missing = (
+            {n for n, gradient in enumerate(gradients) if gradient is None}
+            for gradients in own_gradients
+        )
         return {
             "lanes": sorted(results, key=itemgetter(0)),
             "missing": sorted(set.intersection(*missing)),
@@ -187,7 +198,7 @@ class LanePass:
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> Gradients:
-        if lane not in self._batches:
+        if lane not in self._batches:  # no samples
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
         try:
@@ -218,7 +229,7 @@ class LanePass:
         context = self.context
         count = self._count_of(lane)
         batch = self._moved(lane, replica)
-        if count == 0 and self.loss.reduction == "mean":
+        if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
         parameters = replica.of(self.parameters)
         with context.replicas.on(replica), context.observe((self.loss, self.seed)):
@@ -226,9 +237,9 @@ class LanePass:
             with context.autocast(), no_reentrant_checkpoints():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
             scalars = self._copied({"loss": loss.detach(), **metrics})
-            if context.lanes > 1:
+            if context.lanes > 1:  # a single lane leaves in buffers what it wrote
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
-            weights = [self._weight(loss, count)]
+            weights = [self._weight(loss, count)]  # of the loss's shape; None is 1
             gradients = self._differentiate(lane, [loss], weights, parameters)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
@@ -237,6 +248,7 @@ class LanePass:
 
     def _moved(self, lane: int, replica: Replica) -> Any:
         """Return a lane's batch on its device, and begin to copy that of the next lane there."""
+        # a GPU copies in its own stream, while it still computes this lane
         for n in [n for n in replica.lanes if n >= lane and n in self._batches][:2]:
             if n not in self._begun:
                 self._begun[n] = replica.copier.begin(self._batches[n])
@@ -253,12 +265,13 @@ class LanePass:
         weights: Sequence[Tensor | None],
         parameters: Parameters,
     ) -> Gradients:
+        # gradients of other lanes have to wait: they are not sums of subtrees yet
         is_last = lane == self.context.own[-1]
         overlap = self.overlap(self._sums) if is_last else nullcontext({})
-        with self.context.manual.backward(parameters, lane), overlap as self._taken:
+        with self.context.manual.backward(parameters, lane), overlap as self._in_exchange:
             torch.autograd.backward(roots, weights, inputs=parameters)
         gradients = take_gradients(parameters, self.context.round_to)
-        if any(gradients[n] is not None for n in self._taken):
+        if any(gradients[n] is not None for n in self._in_exchange):
             raise LossError(
                 f"in lane {lane}, a torch.autograd.Function called backward() itself and added to a"
                 " gradient that was complete: a parameter that it uses is also used outside of it."
@@ -268,7 +281,7 @@ class LanePass:
 
     def _weight(self, loss: Tensor, count: int) -> Tensor | None:
         """Return the factor of a lane's gradient before it is added; `scale` is the rest."""
-        share = count if self.loss.reduction == "mean" else 1
+        share = count if self.loss.reduction == "mean" else 1  # a mean stands for its items
         if self.context.lanes == 1:
             return None if share == count else torch.full_like(loss, share / max(1, count))
         return torch.full_like(loss, share / (self._total or 1))
@@ -368,15 +381,16 @@ class HostCopies:
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return float64 copies of a GPU's tensors, valid after `wait`; others as they are."""
-        copies = dict(enumerate(tensors))
+        copies = dict(enumerate(tensors))  # by number, to keep the order
         for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda):
-            there = [n for n, tensor in enumerate(tensors) if tensor.device == device]
-            joined = torch.cat([tensors[n].double().reshape(-1) for n in there])
+            numbers = [n for n, tensor in enumerate(tensors) if tensor.device == device]
+            # float64 [values], so that each GPU makes one copy
+            joined = torch.cat([tensors[n].double().reshape(-1) for n in numbers])
             on_host = joined.to("cpu", non_blocking=True)  # in pinned memory
             event = self._events.setdefault(device, torch.cuda.Event())
             event.record(torch.cuda.current_stream(device))
-            sizes = [tensors[n].numel() for n in there]
-            copies.update(zip(there, on_host.split(sizes), strict=True))
+            sizes = [tensors[n].numel() for n in numbers]
+            copies.update(zip(numbers, on_host.split(sizes), strict=True))
         return list(copies.values())
 
     def wait(self) -> None:

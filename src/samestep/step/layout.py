@@ -26,7 +26,7 @@ from typing import TypeVar
 from torch import Tensor
 
 Value = TypeVar("Value")
-Span = tuple[int, int]
+Span = tuple[int, int]  # [low, high) of lanes
 
 # In elements. Vectorized kernels round full vectors and tails differently, so no cut between
 # workers may create a new tail.
@@ -38,59 +38,60 @@ GPU_ALIGNMENT_BYTES = 512
 
 def lanes_of(rank: int, workers: int, lanes: int) -> range:
     """Return the contiguous lanes of a worker; workers' numbers of lanes differ by at most one."""
+    # both ends are rounded down, so neighbors meet without a gap
     return range(rank * lanes // workers, (rank + 1) * lanes // workers)
 
 
 def halves(span: Span) -> tuple[Span, Span]:
     """Split a span of at least two lanes at the largest power of two below its length."""
     low, high = span
-    middle = low + (1 << (high - low - 1).bit_length() - 1)
+    middle = low + (1 << (high - low - 1).bit_length() - 1)  # 4 lanes of 5 to 8
     return (low, middle), (middle, high)
 
 
-def subtrees(own: range, lanes: int) -> list[Span]:
-    """Return the maximal spans of the tree over `lanes` inside the lanes `own`, in lane order."""
+def subtrees(own_lanes: range, lanes: int) -> list[Span]:
+    """Return the maximal spans of the tree over `lanes` inside `own_lanes`, in lane order."""
 
     def inside(span: Span) -> list[Span]:
         low, high = span
-        if own.start <= low and high <= own.stop:
+        if own_lanes.start <= low and high <= own_lanes.stop:
             return [span]
-        if high <= own.start or own.stop <= low:
+        if high <= own_lanes.start or own_lanes.stop <= low:
             return []
-        left, right = halves(span)
+        left, right = halves(span)  # the span crosses a border between workers
         return inside(left) + inside(right)
 
-    return inside((0, lanes)) if own else []
+    return inside((0, lanes)) if own_lanes else []
 
 
 def tree_sum(
-    span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
+    span: Span, value_of: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
 ) -> Value:
     """Add the values of a span's lanes along the tree, in lane order.
 
-    `known` returns the value of a span, or None if the span's halves should be added instead. It is
-    called for spans from left to right, so it may compute a lane's value on demand. `add` may reuse
-    its first argument.
+    `value_of` returns the value of a span, or None if the span's halves should be added instead. It
+    is called for spans from left to right, so it may compute a lane's value on demand. `add` may
+    reuse its first argument.
     """
-    value = known(span)
+    value = value_of(span)
     if value is not None:
         return value
     left, right = halves(span)
-    total = tree_sum(left, known, add)
-    return add(total, tree_sum(right, known, add))
+    total = tree_sum(left, value_of, add)  # depth first: each level of the tree holds one sum
+    return add(total, tree_sum(right, value_of, add))
 
 
 def tree_steps(
-    span: Span, known: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
+    span: Span, value_of: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
 ) -> Generator[None, None, Value]:
     """Add as `tree_sum` does, and yield after each known value so that sums can be interleaved."""
-    value = known(span)
+    value = value_of(span)
     if value is not None:
         yield
         return value
     left, right = halves(span)
-    total = yield from tree_steps(left, known, add)
-    return add(total, (yield from tree_steps(right, known, add)))
+    total = yield from tree_steps(left, value_of, add)
+    return add(total, (yield from tree_steps(right, value_of, add)))
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,20 @@ class Layout:
     `alignment` replaces 64 by a multiple of it.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # in elements, as all numbers here
     workers: int
     alignment: int = ALIGNMENT
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The start of each tensor, followed by the end of the last one, in elements."""
-        unit = self.alignment
+        unit = self.alignment  # padding fills each tensor up to a multiple
         return tuple(accumulate((-(-n // unit) * unit for n in self.sizes), initial=0))
 
     @cached_property
     def slice_size(self) -> int:
         """Elements per worker."""
+        # equal on all workers, so that an all-gather can fill flat storage: [workers, slice_size]
         return -(-self.offsets[-1] // (self.alignment * self.workers)) * self.alignment
 
     @property
@@ -135,7 +137,9 @@ class Layout:
         """Return the parts of tensors in adjacent slices, in order; empty tensors have none."""
         low, high = number * self.slice_size, (number + slices) * self.slice_size
         fragments = []
+        # `offsets` has one more entry, the end of the last tensor
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=False)):
+            # [start, stop) in flat storage
             start, stop = max(low, offset), min(high, offset + size)
             if start < stop:
                 fragments.append(Fragment(index, start - offset, stop - offset, start - low))
@@ -151,7 +155,7 @@ class TensorSlice:
     channels last.
     """
 
-    values: Tensor
+    values: Tensor  # 1-D, elements [start, stop)
     shape: tuple[int, ...]
     start: int
     order: tuple[int, ...]
@@ -161,6 +165,7 @@ def storage_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dims from slowest to fastest, or in normal order if `tensor` has gaps."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
+    # channels last [N, C, H, W] has strides (H*W*C, 1, W*C, C)
     order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
@@ -174,6 +179,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 def view_like(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     """Return a view of 1-D storage from `offset`, with the shape and storage order of `like`."""
-    dense = flattened(like).data_ptr() == like.data_ptr()
+    dense = flattened(like).data_ptr() == like.data_ptr()  # no copy was needed
     strides = (like if dense else like.contiguous()).stride()
+    # `as_strided` counts from the start of the memory, not from that of `flat`
     return flat.as_strided(like.shape, strides, flat.storage_offset() + offset)

@@ -30,7 +30,7 @@ class Bucket:
 
     exchange: Exchange
     numbers: list[int | None]  # None: a parameter of a sharded optimizer that is not updated now
-    flat_buffer: FlatBuffer | None
+    flat_buffer: FlatBuffer | None  # of a sharded optimizer, None for others
 
     @cached_property
     def has_all(self) -> bool:
@@ -49,13 +49,14 @@ class Bucket:
         dtype = self.exchange.parameters[0].dtype
         if self.flat_buffer is not None:
             present = None if self.has_all and not missing else self.present(missing)
+            # `scaled` also converts a 16-bit sum to the dtype of the optimizer
             self.flat_buffer.set_gradients(
                 lambda: scaled(self.exchange.sum(), dtype, scale),
                 present,
                 lambda: (scaled(part, dtype, scale) for part in self.exchange.sum_parts()),
             )
             return scale
-        total = self.exchange.sum()
+        total = self.exchange.sum()  # 1-D, the held slices
         if total.dtype == dtype:  # fewer than the complete gradients
             scaled(total, dtype, scale)
             return 1.0
@@ -76,7 +77,8 @@ class Overlap:
         self._hooks: dict[int, RemovableHandle] = {}  # by number of the parameter
         self._active = False
         self._sums: Mapping[Span, Gradients] = {}
-        self._taken: dict[int, Gradients] = {}
+        # what backward has put so far: views of each subtree, by number of the parameter
+        self._in_exchange: dict[int, Gradients] = {}
 
     def close(self) -> None:
         """Leave the parameters as they are without it."""
@@ -91,20 +93,20 @@ class Overlap:
         that are in exchanges now, by number; they are None in `sums` and in `.grad`.
         """
         self._begin()
-        self._active, self._sums, self._taken = True, sums, {}
+        self._active, self._sums, self._in_exchange = True, sums, {}
         try:
-            yield self._taken
+            yield self._in_exchange
         finally:
-            self._active, self._sums, self._taken = False, {}, {}
+            self._active, self._sums, self._in_exchange = False, {}, {}
 
     def _begin(self) -> None:
         """Prepare for the first gradient."""
 
-    def finish(self, own: Sequence[Gradients]) -> None:
-        """Put the remaining gradients; `own` holds those of this worker's subtrees."""
+    def finish(self, own_gradients: Sequence[Gradients]) -> None:
+        """Put the remaining gradients of this worker's subtrees, [subtrees, parameters]."""
         wait_until_free([bucket.exchange for bucket in self.buckets])
         for bucket in self.buckets:
-            bucket.exchange.put(list(map(bucket.select, own)))
+            bucket.exchange.put(list(map(bucket.select, own_gradients)))
 
     def start(self) -> None:
         """Start the remaining exchanges, after a message to all workers.
@@ -118,13 +120,14 @@ class Overlap:
         With a sharded optimizer, its segments get the gradients instead.
         """
         scales = {id(bucket): bucket.reduce(missing, scale) for bucket in self.order}
-        whole = [bucket for bucket in self.order if bucket.flat_buffer is None]
-        gathered = gather([bucket.exchange for bucket in whole])
-        for bucket, gradients in zip(whole, gathered, strict=True):
-            for n, gradient, there in zip(
+        # unsharded optimizers update every parameter on every worker
+        unsharded = [bucket for bucket in self.order if bucket.flat_buffer is None]
+        gathered = gather([bucket.exchange for bucket in unsharded])
+        for bucket, gradients in zip(unsharded, gathered, strict=True):
+            for n, gradient, is_present in zip(
                 bucket.numbers, gradients, bucket.present(missing), strict=True
             ):
-                if n is not None and there:
+                if n is not None and is_present:
                     parameters[n].grad = scaled(gradient, gradient.dtype, scales[id(bucket)])
 
 
@@ -154,18 +157,20 @@ class EarlyExchange(Overlap):
         super().__init__(buckets)
         self._parameters, self._has_nested = parameters, has_nested
         self.order = buckets[::-1]
-        self._put = self._started = 0  # of `order`
+        self._put = self._started = 0  # how many of `order`, from its start
         self._before = -len(buckets)  # all puts of earlier passes
         self._is_begun = self._are_clear = False
         self._world = world
-        self._puts = [one.view(torch.int64).numpy() for one in world.shared(8)]
+        # int64 [1] per worker of this host, as NumPy arrays, which are faster to read than tensors
+        self._puts = [counter.view(torch.int64).numpy() for counter in world.shared(8)]
         self._fence = Lock()
-        self._updated = [[n for n in one.numbers if n is not None] for one in self.order]
+        # by place in `order`
+        self._updated = [[n for n in bucket.numbers if n is not None] for bucket in self.order]
         self._last = [-1] * len(buckets)  # the parameter whose gradient was the last one so far
         self._hooks = {
             n: parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number, n))
-            for number, some in enumerate(self._updated)
-            for n in some
+            for number, numbers in enumerate(self._updated)
+            for n in numbers
         }
 
     def _begin(self) -> None:
@@ -177,18 +182,18 @@ class EarlyExchange(Overlap):
         self._world.is_exchanging = self._is_begun = True
         wait_until_free([bucket.exchange for bucket in self.order])
         for bucket in self.order:
-            bucket.exchange.receive()
+            bucket.exchange.receive()  # partners may be ahead
         self._put = self._started = 0
         self._before += len(self.order)
         self._are_clear = have_none(self._parameters)
 
     def _arrived(self, number: int, n: int, _: Tensor) -> None:
         if not self._active or self._has_nested() or not self._are_clear:
-            return
+            return  # it may not be the complete gradient of the last lane
         self._last[number] = n
         while self._is_next_complete():
             self._take_next()
-        if self._started < self._put:
+        if self._started < self._put:  # other workers of this host may be done by now
             self._start_ready()
 
     def _is_next_complete(self) -> bool:
@@ -196,24 +201,25 @@ class EarlyExchange(Overlap):
             return False
         # sparse gradients are rejected after backward
         return all(
-            (one := self._parameters[n].grad) is not None and one.layout == torch.strided
+            (gradient := self._parameters[n].grad) is not None and gradient.layout == torch.strided
             for n in self._updated[self._put]
         )
 
     def _keep_last_hooks(self) -> None:
         """Remove all hooks but those of the last gradients, once all buckets have been reached."""
+        # with several workers per host, each gradient is an occasion to look at the counts
         if len(self._puts) == 1 and len(self._hooks) > len(self._last) and -1 not in self._last:
             for n in self._hooks.keys() - self._last:
                 self._hooks.pop(n).remove()
 
-    def finish(self, own: Sequence[Gradients]) -> None:
+    def finish(self, own_gradients: Sequence[Gradients]) -> None:
         if not self._is_begun:  # the last lane has no samples
             self._begin()
         self._world.is_exchanging = self._is_begun = False
         self._keep_last_hooks()
         while self._put < len(self.order):
             bucket = self.order[self._put]
-            self._put_next([bucket.select(some) for some in own])
+            self._put_next([bucket.select(gradients) for gradients in own_gradients])
 
     def start(self) -> None:
         self._start_until(self._put)
@@ -223,49 +229,55 @@ class EarlyExchange(Overlap):
         """Add the last lane's gradients of the next bucket to the sums, and put them."""
         bucket = self.order[self._put]
         spans, dtype = bucket.exchange.own_spans, bucket.exchange.dtype
-        known = {span: bucket.select(gradients) for span, gradients in self._sums.items()}
+        sums = {span: bucket.select(gradients) for span, gradients in self._sums.items()}
         last = [None if n is None else self._parameters[n].grad for n in bucket.numbers]
-        if known:  # without other lanes, the copy into the exchange rounds
-            last = [None if one is None else one.to(dtype) for one in last]
-        known[spans[-1][1] - 1, spans[-1][1]] = last
-        own = [tree_sum(span, known.get, add_gradients) for span in spans]
-        self._put_next(own)
-        in_exchange = [
-            [None if gradient is None else view for gradient, view in zip(some, views, strict=True)]
-            for some, views in zip(own, bucket.exchange.own_views, strict=True)
+        if sums:  # without other lanes, the copy into the exchange rounds
+            last = [None if gradient is None else gradient.to(dtype) for gradient in last]
+        sums[spans[-1][1] - 1, spans[-1][1]] = last  # the span of the last lane
+        # [subtrees, parameters] of this bucket, each a tensor or None
+        own_gradients = [tree_sum(span, sums.get, add_gradients) for span in spans]
+        self._put_next(own_gradients)
+        in_exchange = [  # [subtrees, parameters], views of flat storage
+            [
+                None if gradient is None else view
+                for gradient, view in zip(gradients, views, strict=True)
+            ]
+            for gradients, views in zip(own_gradients, bucket.exchange.own_views, strict=True)
         ]
         for n, *gradients in zip(bucket.numbers, *in_exchange, strict=True):
             if n is not None:
-                self._taken[n], self._parameters[n].grad = gradients, None
-                for some in self._sums.values():
-                    some[n] = None
+                # autograd's own tensors are freed bucket by bucket
+                self._in_exchange[n], self._parameters[n].grad = gradients, None
+                for span_gradients in self._sums.values():
+                    span_gradients[n] = None
 
-    def _put_next(self, own: Sequence[Gradients]) -> None:
+    def _put_next(self, own_gradients: Sequence[Gradients]) -> None:
         exchange = self.order[self._put].exchange
         if exchange.sends_parts:  # a host's only worker: those before have started
             self._started += 1
-            exchange.put_and_start(own)
+            exchange.put_and_start(own_gradients)
         else:
-            exchange.put(own)
+            exchange.put(own_gradients)
         self._put += 1
         # some CPUs reorder writes to memory, but not across two locks
         for _ in range(2):
             with self._fence:
                 pass
+        # counts never go back, so they need no reset between passes, and no barrier for it
         self._puts[exchange.local_rank][0] = self._before + self._put
         self._start_ready()
 
     def _start_ready(self) -> None:
         """Start the exchanges that have the gradients of all workers of this host."""
         ready = min(int(puts[0]) for puts in self._puts) - self._before
-        for _ in range(2):
+        for _ in range(2):  # the gradients are read after the counts
             with self._fence:
                 pass
         self._start_until(min(ready, self._put))
 
     def _start_until(self, number: int) -> None:
         while self._started < number:
-            if self._started:
+            if self._started:  # on GPUs of several machines, its sums go on to the others
                 self.order[self._started - 1].exchange.start_between_machines()
             self._started += 1
             self.order[self._started - 1].exchange.start()
@@ -300,4 +312,4 @@ class EarlyCopies(Overlap):
         # sparse gradients are rejected after backward
         if gradient is not None and gradient.layout == view.layout:
             view.copy_(gradient)
-            self._taken[n], parameter.grad = [view], None
+            self._in_exchange[n], parameter.grad = [view], None  # [subtrees], here one

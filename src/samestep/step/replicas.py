@@ -46,14 +46,14 @@ def replicate(module: Module, device: torch.device, world: World) -> None:
         together: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors.values():
             if tensor.nbytes >= LARGE_BYTES:
-                values = tensor.contiguous()
+                values = tensor.contiguous()  # a copy for channels last, since memory is sent
                 world.broadcast(values, WHAT)
                 if values is not tensor:
                     tensor.copy_(values)
             else:
                 together.setdefault(tensor.dtype, []).append(tensor)
         for small in together.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in small])
+            flat = torch.cat([tensor.reshape(-1) for tensor in small])  # 1-D, one message per dtype
             world.broadcast(flat, WHAT)
             parts = flat.split([tensor.numel() for tensor in small])
             for tensor, values in zip(small, parts, strict=True):
@@ -106,8 +106,8 @@ class StagedTensors(NamedTuple):
     """Small tensors of one dtype: `views` of the first of `flats`, of which each device has one."""
 
     homes: list[Home]
-    views: list[Tensor]
-    flats: list[Tensor]
+    views: list[Tensor]  # one per home, of its shape
+    flats: list[Tensor]  # [devices, flat_size]
 
 
 class Replica:
@@ -143,17 +143,19 @@ class Replica:
             if memory is not None:
                 self.staged.add(id(twin))
             self.twins[id(tensor)] = twin
+        # tied weights share one twin here as well
         self.tensors.append(self.twins[id(tensor)])
 
 
 class Replicas:
     """All devices of a worker, each with a contiguous range of the worker's lanes."""
 
-    def __init__(self, devices: Sequence[torch.device], own: range) -> None:
-        ranges = [lanes_of(number, len(devices), len(own)) for number in range(len(devices))]
+    def __init__(self, devices: Sequence[torch.device], own_lanes: range) -> None:
+        # by device, counted from the worker's first lane
+        ranges = [lanes_of(number, len(devices), len(own_lanes)) for number in range(len(devices))]
         self.all = [
-            Replica(number, device, own[some.start : some.stop])
-            for number, (device, some) in enumerate(zip(devices, ranges, strict=True))
+            Replica(number, device, own_lanes[places.start : places.stop])
+            for number, (device, places) in enumerate(zip(devices, ranges, strict=True))
         ]
         self._homes: dict[tuple[int, str], Home] = {}
         self._staged: list[StagedTensors] = []
@@ -162,7 +164,7 @@ class Replicas:
         """Copy a module's new parameters and buffers to all devices."""
         new = {key: home for key, home in _homes(module).items() if key not in self._homes}
         self._homes |= new
-        others = self.all[1:]
+        others = self.all[1:]  # none with one device, where nothing is copied or swapped
         memory = self._memory_of([*new.values()]) if others else {}
         for home in new.values():
             views = memory.get(id(home.tensor), [None] * len(others))
@@ -172,26 +174,27 @@ class Replicas:
     def _memory_of(self, homes: Sequence[Home]) -> dict[int, tuple[Tensor, ...]]:
         """Return memory on each other device for small tensors, by id; `refresh` fills it."""
         memory: dict[int, tuple[Tensor, ...]] = {}
-        known = self.all[1].twins
+        twins = self.all[1].twins
         small = {id(home.tensor): home for home in homes if _is_small(home.tensor)}
-        new = [home for number, home in small.items() if number not in known]
+        new = [home for number, home in small.items() if number not in twins]
         for dtype in dict.fromkeys(home.tensor.dtype for home in new):
-            some = [home for home in new if home.tensor.dtype == dtype]
-            tensors = [home.tensor for home in some]
+            same_dtype = [home for home in new if home.tensor.dtype == dtype]
+            tensors = [home.tensor for home in same_dtype]
             sizes = tuple(tensor.numel() for tensor in tensors)
+            # aligned as an allocator would do, so that kernels choose as for separate tensors
             layout = Layout(sizes, 1, GPU_ALIGNMENT_BYTES // dtype.itemsize)
-            flats = [
+            flats = [  # [devices, flat_size]
                 torch.zeros(layout.flat_size, dtype=dtype, device=replica.device)
                 for replica in self.all
             ]
-            views = [
+            views = [  # [devices, tensors], of the shapes of the tensors
                 [view_like(flat, n, t) for n, t in zip(layout.offsets, tensors, strict=False)]
                 for flat in flats
             ]
-            self._staged.append(StagedTensors(some, views[0], flats))
+            self._staged.append(StagedTensors(same_dtype, views[0], flats))
             # views count changes together; autograd asks each tensor whether it changed
-            own = [[view.data for view in some] for some in views[1:]]
-            memory.update(zip(map(id, tensors), zip(*own, strict=True), strict=True))
+            separate = [[view.data for view in device_views] for device_views in views[1:]]
+            memory.update(zip(map(id, tensors), zip(*separate, strict=True), strict=True))
         return memory
 
     def holding(self, model: Any) -> list[Replica]:
@@ -202,7 +205,7 @@ class Replicas:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the modules' current values to all other devices."""
-        for staged in self._staged:
+        for staged in self._staged:  # one copy per dtype and device, instead of one per tensor
             torch._foreach_copy_(staged.views, [home.tensor for home in staged.homes])
             for flat in staged.flats[1:]:
                 flat.copy_(staged.flats[0], non_blocking=True)
@@ -230,7 +233,7 @@ class Replicas:
     def _swap(self, replica: Replica) -> None:
         homes = self._homes.values()
         for number, (home, tensor) in enumerate(zip(homes, replica.tensors, strict=False)):
-            replica.tensors[number] = home.tensor
+            replica.tensors[number] = home.tensor  # device 0 has no tensors, so it swaps none
             home.put(tensor)
 
 

@@ -41,7 +41,7 @@ class Segment:
     """Adjacent fragments, from `start` of a worker's slice, updated as one tensor `parameter`."""
 
     fragments: list[Fragment]
-    parameter: Parameter
+    parameter: Parameter  # 1-D, a view of flat storage
     start: int
 
     def view_in(self, own_slice: Tensor) -> Tensor:
@@ -72,15 +72,16 @@ class FlatBuffer:
         across: Across = "world",
     ) -> None:
         self.exchange = exchange = Exchange(parameters, lanes, world, round_to, across)
-        exchange.converts = True
+        exchange.converts = True  # an optimizer needs gradients in the dtype of its parameters
         self._optimizer = optimizer
+        # [local_workers, flat_size], in the memory that they share
         self.flats = [flat for (flat,) in self.exchange.shared_storage(1, parameters[0].dtype)]
         flat = self.flats[self.exchange.local_rank]
         for parameter, view in zip(parameters, self.exchange.views(flat), strict=True):
             view.copy_(parameter.detach())
-            parameter.data = view
+            parameter.data = view  # the module keeps its Parameter objects
         self._addresses = [parameter.data_ptr() for parameter in parameters]
-        self.own = exchange.slices(flat, exchange.held)
+        self.own = exchange.slices(flat, exchange.held)  # 1-D, len(held) * slice_size
         self.fragments = exchange.layout.fragments(exchange.held.start, len(exchange.held))
         self.segments = [self._segment(group) for group in self._adjacent()]
         self._cleared: set[int] = set()
@@ -88,8 +89,8 @@ class FlatBuffer:
             SlicedGradient.of(parameter, index, self._cleared)
             for index, parameter in enumerate(parameters)
         ]
-        self._shown: list[SlicedGradient | None] = [None] * len(parameters)  # in `.grad`
-        self._are_shown = False  # any of them
+        self._visible: list[SlicedGradient | None] = [None] * len(parameters)  # in `.grad`
+        self._are_visible = False  # any of them
         self.is_in_step = False  # of the optimizer
         # segments whose gradients still arrive, with placeholders, and what waits for all of them
         self.arriving: list[tuple[Segment, SlicedGradient]] = []
@@ -114,6 +115,7 @@ class FlatBuffer:
             for parameter in group["params"]
         }
         numbers = [group_of[id(parameter)] for parameter in self.exchange.parameters]
+        # [segments, fragments]
         groups = [self.fragments[:1]] if self.fragments else []
         for left, right in pairwise(self.fragments):
             aligned = (left.stop - left.start) % self.exchange.layout.alignment == 0
@@ -141,10 +143,10 @@ class FlatBuffer:
         gradient = segment.parameter.grad
         for part in new:
             start = part.start - segment.start
-            own = slice(start, start + part.parameter.numel())
-            part.parameter.grad = None if gradient is None else gradient[own]
+            elements = slice(start, start + part.parameter.numel())
+            part.parameter.grad = None if gradient is None else gradient[elements]
             if state:
-                parts = _state_of(own, state)
+                parts = _state_of(elements, state)
                 self._optimizer.state[part.parameter] = {n: _copied(v) for n, v in parts.items()}
 
     def _places_of(self, parameter: Tensor) -> list[tuple[list[Tensor], int]]:
@@ -152,8 +154,8 @@ class FlatBuffer:
         return [
             (group["params"], number)
             for group in self._optimizer.param_groups
-            for number, one in enumerate(group["params"])
-            if one is parameter
+            for number, candidate in enumerate(group["params"])
+            if candidate is parameter
         ]
 
     @property
@@ -171,7 +173,7 @@ class FlatBuffer:
         wait, self._arrived, self._parts = self._arrived, None, None
         if wait is None:
             return
-        values = wait()
+        values = wait()  # 1-D, len(held) * slice_size
         for number, (segment, placeholder) in enumerate(self.arriving):
             if segment.parameter.grad is placeholder:
                 is_unused = number in self._unused
@@ -183,7 +185,7 @@ class FlatBuffer:
         if self._parts is None or not self.exchange.has_parts:
             return False
         if len(self.segments) != 1 or len(self.arriving) != 1:
-            return False
+            return False  # a part of a sum may end inside any of them
         ((segment, placeholder),) = self.arriving
         if self._unused or self._is_cleared() or segment.parameter.grad is not placeholder:
             return False
@@ -198,31 +200,32 @@ class FlatBuffer:
         """
         ((segment, _),), parts = self.arriving, self._parts
         assert parts is not None  # noqa: S101  it `arrives_in_parts`
-        whole, state = segment.parameter, self._optimizer.state
-        ((parameters, number),) = self._places_of(whole)
-        self._arrived, self._parts, whole.grad = None, None, None
+        parameter, state = segment.parameter, self._optimizer.state
+        ((parameters, number),) = self._places_of(parameter)
+        self._arrived, self._parts, parameter.grad = None, None, None
         self.arriving, self._unused = [], set()
-        values, start = state[whole], 0
-        for gradient in parts():
-            own = slice(start, min(start + len(gradient), whole.numel()))
+        values, start = state[parameter], 0
+        for gradient in parts():  # 1-D, adjacent, at multiples of 64 elements
+            elements = slice(start, min(start + len(gradient), parameter.numel()))
             start += len(gradient)
-            if own.start >= own.stop:  # padding
+            if elements.start >= elements.stop:  # padding
                 continue
-            part = Parameter(whole.detach()[own])
+            part = Parameter(parameter.detach()[elements])
             part.grad = gradient[: len(part)]
             parameters[number] = part
-            state[part] = _state_of(own, values)
+            state[part] = _state_of(elements, values)
             try:
                 update()
             finally:
-                parameters[number], after = whole, state.pop(part)
+                parameters[number], after = parameter, state.pop(part)
+            # every part starts from the old "step", so the new one is stored once, at the end
             scalars = {n: value for n, value in after.items() if not _is_elementwise(n, value)}
         values.update(scalars)
 
     def _is_cleared(self) -> bool:
         """Whether user code has cleared or set the `.grad` of a parameter."""
-        shown = [parameter.grad for parameter in self.exchange.parameters]
-        return bool(self._cleared) or not all(map(is_, shown, self._shown))
+        gradients = [parameter.grad for parameter in self.exchange.parameters]
+        return bool(self._cleared) or not all(map(is_, gradients, self._visible))
 
     def drop_cleared(self) -> None:
         """Drop the gradients of parameters whose `.grad` user code has cleared.
@@ -233,14 +236,15 @@ class FlatBuffer:
         if not self._is_cleared():
             return
         dropped = set()
-        pairs = zip(self.exchange.parameters, self._shown, strict=True)
-        for index, (parameter, shown) in enumerate(pairs):
-            if parameter.grad is not shown or index in self._cleared:
+        pairs = zip(self.exchange.parameters, self._visible, strict=True)
+        for index, (parameter, visible) in enumerate(pairs):
+            if parameter.grad is not visible or index in self._cleared:
                 if parameter.grad is not self._stand_ins[index]:
                     refuse_unless_zero(parameter.grad)
-                parameter.grad = self._shown[index] = None
+                parameter.grad = self._visible[index] = None
                 dropped.add(index)
         self._cleared.clear()
+        # the optimizer skips a parameter without a gradient, but may not skip its neighbors
         self.split(lambda fragment: fragment.index in dropped)
         for segment in self.segments:
             if segment.fragments[0].index in dropped:
@@ -261,13 +265,14 @@ class FlatBuffer:
         `are_clear` says that no parameter has `.grad` now.
         """
         self.complete()
-        if self._are_shown or self._cleared or not are_clear:
+        if self._are_visible or self._cleared or not are_clear:
             self.drop_cleared()
-        if self._are_shown:
+        if self._are_visible:
             for parameter in self.exchange.parameters:
                 parameter.grad = None
         for segment in self.segments:
             if segment.parameter.grad is not None:
+                # `set_gradients` adds the next one to it
                 segment.parameter.grad = segment.parameter.grad.clone()
 
     def set_gradients(
@@ -282,13 +287,15 @@ class FlatBuffer:
         `update_in_parts` takes adjacent `parts` of the slice as they arrive.
         """
         if present is not None:
-            there = present
-            self.split(lambda fragment: there[fragment.index])
+            is_present = present
+            self.split(lambda fragment: is_present[fragment.index])
         segments = [
             segment
             for segment in self.segments
             if present is None or present[segment.fragments[0].index]
         ]
+        # Across "host", gradients still arrive from other hosts, so only the optimizer's step waits
+        # for them. Across "world", or if there are earlier ones to add to, they are needed now.
         if self.defers:
             self._arrived, self._parts = own_slice, parts
             for number, segment in enumerate(segments):
@@ -300,18 +307,18 @@ class FlatBuffer:
             for segment in segments:
                 gradient, earlier = segment.view_in(values), segment.parameter.grad
                 segment.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
-        self._are_shown = True
+        self._are_visible = True
         if present is None:
-            self._shown[:] = self._stand_ins
+            self._visible[:] = self._stand_ins
         else:
-            pairs = zip(self._stand_ins, self._shown, present, strict=True)
-            self._shown = [one if is_new else shown for one, shown, is_new in pairs]
+            pairs = zip(self._stand_ins, self._visible, present, strict=True)
+            self._visible = [stand_in if is_new else before for stand_in, before, is_new in pairs]
         self.show()
 
     def show(self) -> None:
         """Let the `.grad` of each parameter stand in for its gradient, if there is one."""
-        for parameter, shown in zip(self.exchange.parameters, self._shown, strict=True):
-            parameter.grad = shown
+        for parameter, stand_in in zip(self.exchange.parameters, self._visible, strict=True):
+            parameter.grad = stand_in
 
     def gradients_of(self, ids: set[int]) -> list[Tensor]:
         """Return this worker's parts of the gradients of the parameters with these ids, 1-D."""
@@ -328,17 +335,20 @@ class FlatBuffer:
 
         The list is empty for a worker without any part of it, and for a missing gradient.
         """
-        found: dict[int, list[Tensor]] = {id(one): [] for one in self.exchange.parameters}
+        parts_of: dict[int, list[Tensor]] = {
+            id(parameter): [] for parameter in self.exchange.parameters
+        }
         for segment in self.segments:
             if segment.parameter.grad is not None:
                 for part in filter(None, map(self.own_part, segment.fragments)):
                     values = segment.part(segment.parameter.grad, part)
-                    found[id(self.parameter_of(part))].append(values)
-        return found
+                    parts_of[id(self.parameter_of(part))].append(values)
+        return parts_of
 
     def own_part(self, fragment: Fragment) -> Fragment | None:
         """Return the part of a fragment that this worker saves, None if there is none."""
         size = self.exchange.layout.slice_size
+        # held slices and own slice are the same unless it is sharded across "host"
         low = (self.exchange.own_number - self.exchange.held.start) * size
         shift = fragment.start - fragment.offset
         start = max(fragment.start, low + shift)
@@ -351,7 +361,7 @@ class FlatBuffer:
             segment.parameter.grad = None
         for parameter in self.exchange.parameters:
             parameter.grad = None
-        self._shown, self._are_shown = [None] * len(self._stand_ins), False
+        self._visible, self._are_visible = [None] * len(self._stand_ins), False
 
 
 class Shard:
@@ -373,7 +383,9 @@ class Shard:
     ) -> None:
         self.optimizer = optimizer
         initial = optimizer.state_dict()  # Adagrad has state before its first step
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
@@ -387,6 +399,7 @@ class Shard:
             for buffer in self.flat_buffers
             for segment in buffer.segments
         }
+        # a segment of several parameters has the place of its first one
         for group, indices in zip(optimizer.param_groups, self._group_indices, strict=True):
             group["params"] = [firsts[index] for index in indices if index in firsts]
         if initial["state"]:
@@ -432,11 +445,14 @@ class Shard:
         order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
         if update is None or not all(is_ours) or not order:
             return
-        shown = [[segment.parameter.grad for segment, _ in buffer.arriving] for buffer in order]
+        # [buffers, segments] placeholders, given back to one buffer at a time
+        placeholders = [
+            [segment.parameter.grad for segment, _ in buffer.arriving] for buffer in order
+        ]
         for buffer in order:
             for segment, _ in buffer.arriving:
                 segment.parameter.grad = None
-        for buffer, gradients in zip(order, shown, strict=True):
+        for buffer, gradients in zip(order, placeholders, strict=True):
             for (segment, _), gradient in zip(buffer.arriving, gradients, strict=True):
                 segment.parameter.grad = gradient
             if buffer.arrives_in_parts():
@@ -453,6 +469,7 @@ class Shard:
                 segment.parameter.grad = None
 
     def _gather(self, *_: object) -> None:
+        # across "host", all slices are updated in the memory of each host, and none is sent
         flats = [(buffer.exchange, buffer.flats) for buffer in self.flat_buffers]
         all_gather(flats, "gathering parameters")
         for buffer in self.flat_buffers:
@@ -466,8 +483,8 @@ class Shard:
             for segment in buffer.segments:
                 values = self.optimizer.state.get(segment.parameter, {})
                 for fragment in filter(None, map(buffer.own_part, segment.fragments)):
-                    if own := _fragment_state(fragment, segment, values, buffer):
-                        state[self._index(buffer, fragment)] = own
+                    if entry := _fragment_state(fragment, segment, values, buffer):
+                        state[self._index(buffer, fragment)] = entry
         pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
         groups = [{**group, "params": list(indices)} for group, indices in pairs]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
@@ -477,8 +494,12 @@ class Shard:
         numbers: dict[int, int] = {}
         values = {}
         for buffer in self.flat_buffers:
-            of = {one: state["state"].get(self._index(buffer, one)) for one in buffer.fragments}
+            of = {
+                fragment: state["state"].get(self._index(buffer, fragment))
+                for fragment in buffer.fragments
+            }
             scalars = {fragment: _scalar_state(entry) for fragment, entry in of.items()}
+            # a segment has one "step", so its fragments must agree
             buffer.split(scalars.__getitem__)
             for segment in buffer.segments:
                 first = of[segment.fragments[0]]
@@ -486,8 +507,8 @@ class Shard:
                 if first is not None:
                     values[number] = {name: _joined(name, segment, of, buffer) for name in first}
         groups = [
-            {**given, "params": [numbers[id(parameter)] for parameter in group["params"]]}
-            for given, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True)
+            {**saved, "params": [numbers[id(parameter)] for parameter in group["params"]]}
+            for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True)
         ]
         load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
 
@@ -523,7 +544,7 @@ def _joined(name: str, segment: Segment, of: Mapping[Fragment, Any], buffer: Fla
     parts = []
     for fragment in segment.fragments:
         order = storage_order(buffer.parameter_of(fragment))
-        flat = of[fragment][name].permute(order).reshape(-1)
+        flat = of[fragment][name].permute(order).reshape(-1)  # [numel] in storage order
         parts.append(flat[fragment.start : fragment.stop])
     return torch.cat(parts)
 
@@ -564,10 +585,13 @@ def choose_across(parameters: Parameters, world: World) -> Across:
     hosts = len(world.hosts)
     on_cpus = {parameter.device.type for parameter in parameters} <= {"cpu"}
     if hosts == 1 or not on_cpus or len(set(map(len, world.hosts))) > 1:
-        return "world"
+        return "world"  # one host, GPUs, or hosts of different sizes
     free = world.all_gather_json(available_bytes(), "comparing free memory")
+    # each host has all of the state, instead of its part of it
     more = 2 * sum(parameter.nbytes for parameter in parameters) * (hosts - 1) // hosts
-    fits = more <= SHARE_OF_MEMORY * min((some for some in free if some is not None), default=more)
+    fits = more <= SHARE_OF_MEMORY * min(
+        (nbytes for nbytes in free if nbytes is not None), default=more
+    )
     return "host" if fits and (hosts == 2 or world.adds_early) else "world"
 
 
@@ -592,14 +616,14 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             f"this {name} has state already; shard it before its first step, and load state through"
             " run.track"
         )
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    devices = {str(one.device) for one in parameters}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    devices = {str(parameter.device) for parameter in parameters}
     if len(devices) > 1:
         raise OptimizerError(
             f"{name} must have parameters on one device, got {', '.join(sorted(devices))};"
             " replicate the model first"
         )
-    extents = sorted(_extent(one) for one in parameters if one.numel())
+    extents = sorted(_extent(parameter) for parameter in parameters if parameter.numel())
     if any(start < end for (_, end), (start, _) in pairwise(extents)):
         raise OptimizerError(
             f"{name} has parameters that share memory, which run.shard would separate; to tie them,"

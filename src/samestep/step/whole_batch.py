@@ -40,8 +40,8 @@ class Gathered(NamedTuple):
     """The embeddings of all lanes in lane order, and the rows of each lane in each tensor."""
 
     form: Form
-    tensors: list[Tensor]
-    rows: dict[int, list[slice]]
+    tensors: list[Tensor]  # [items, ...] each, on the device that computes the loss
+    rows: dict[int, list[slice]]  # by lane, one per tensor
 
 
 class WholeBatchPass(LanePass):
@@ -54,8 +54,8 @@ class WholeBatchPass(LanePass):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._form: Form = None
-        self._embeddings: dict[int, list[Tensor]] = {}  # of own lanes, without their graphs
-        self._weights: dict[int, list[Tensor | None]] = {}  # gradients of own lanes' embeddings
+        self._embeddings: dict[int, list[Tensor]] = {}  # own lanes, [lane_items, ...], no graph
+        self._weights: dict[int, list[Tensor | None]] = {}  # their gradients, of the same shapes
         self._loss: Tensor | None = None  # with its graph, on the worker of lane 0
         self._scalars: dict[str, Tensor] = {}
         self._differences: list[tuple[int, Tensor]] = []
@@ -69,7 +69,7 @@ class WholeBatchPass(LanePass):
             with generators_restored():
                 for _ in zip_longest(*map(self._embed_on, context.replicas.all)):
                     pass  # devices take turns
-            self._compute_loss()
+            self._compute_loss()  # between the passes, on every worker
             self._is_second = True
             return super().run()
 
@@ -77,8 +77,8 @@ class WholeBatchPass(LanePass):
         """Return 1: the loss is that of all items already."""
         return 1.0
 
-    def report(self, own: Sequence[Gradients]) -> dict[str, Any]:
-        report = super().report(own)  # waits for the differences, too
+    def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
+        report = super().report(own_gradients)  # waits for the differences, too
         for lane, differs in self._differences:
             if differs:
                 raise LossError(
@@ -117,24 +117,26 @@ class WholeBatchPass(LanePass):
             else:  # the graph is built and dropped: without it, torch may choose other kernels
                 self._form = form
                 self._embeddings[lane] = [
-                    one.detach().clone().requires_grad_(one.requires_grad) for one in embeddings
+                    embedding.detach().clone().requires_grad_(embedding.requires_grad)
+                    for embedding in embeddings
                 ]
             context.buffers.end_lane(lane, replica.number)
         return gradients
 
     def _continue(self, lane: int, embeddings: Sequence[Tensor], replica: Replica) -> Gradients:
         """Return the gradients of a lane, given those of its embeddings."""
+        # kernels of GPUs may differ in the last bits unless the run is deterministic
         if self.context.config.deterministic or replica.device.type == "cpu":
-            for one, first in zip(embeddings, self._embeddings[lane], strict=True):
-                (differs,) = self._copies.of([_differs(one.detach(), first.detach())])
+            for embedding, first in zip(embeddings, self._embeddings[lane], strict=True):
+                (differs,) = self._copies.of([_differs(embedding.detach(), first.detach())])
                 self._differences.append((lane, differs))
-        roots: list[Tensor] = []
+        roots: list[Tensor] = []  # [lane_items, ...] each, and the loss
         weights: list[Tensor | None] = []
-        for one, weight in zip(embeddings, self._weights.pop(lane), strict=True):
-            if weight is not None and one.requires_grad:
-                roots.append(one)
-                weights.append(weight.to(one.device))
-        if lane == 0 and self._loss is not None:
+        for embedding, weight in zip(embeddings, self._weights.pop(lane), strict=True):
+            if weight is not None and embedding.requires_grad:
+                roots.append(embedding)
+                weights.append(weight.to(embedding.device))
+        if lane == 0 and self._loss is not None:  # for parameters that the loss itself uses
             roots.append(self._loss)
             weights.append(None)
         return self._backward(lane, roots, weights, replica)
@@ -156,27 +158,31 @@ class WholeBatchPass(LanePass):
         """Compute the loss of all embeddings, and its gradient for those of this worker's lanes."""
         context = self.context
         device = context.replicas.all[0].device
-        own = {lane: [one.to(device) for one in some] for lane, some in self._embeddings.items()}
+        own_embeddings = {
+            lane: [embedding.to(device) for embedding in embeddings]
+            for lane, embeddings in self._embeddings.items()
+        }
         started = time.perf_counter()
-        gathered = gather(context.world, self._form, own, device)
+        gathered = gather(context.world, self._form, own_embeddings, device)
         self.exchange_seconds += time.perf_counter() - started
-        if gathered is None:
+        if gathered is None:  # no lane of any worker has items
             return
         context.world.status.set_activity("computing the loss of all lanes")
-        inputs = [one for one in gathered.tensors if one.requires_grad]
-        has_lane_0 = 0 in context.own
+        inputs = [tensor for tensor in gathered.tensors if tensor.requires_grad]
+        has_lane_0 = 0 in context.own  # this worker needs the graph again, in `_continue`
         with (
             context.replicas.on(context.replicas.all[0]),
+            # every worker draws the same random numbers, so it gets the same loss
             keyed(key(context.config.seed, "whole batch", *self.seed)),
         ):
             try:
                 with context.autocast(), no_reentrant_checkpoints():
                     # cloned, because a loss function may write to them, but not to leaves
-                    copies = [one.clone() for one in gathered.tensors]
+                    copies = [tensor.clone() for tensor in gathered.tensors]
                     embeddings = joined(gathered.form, copies)
                     returned = self.loss.fn(self.loss.model, embeddings)
                     loss, metrics = split_loss(returned, None)
-                found = (
+                input_gradients = (  # [items, ...] each, None if the loss does not use it
                     torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)
                     if inputs
                     else ()
@@ -191,13 +197,15 @@ class WholeBatchPass(LanePass):
                 ) from error
         self._scalars = self._copied({"loss": loss.detach(), **metrics})
         self._loss = loss if has_lane_0 else None
-        gradients = dict(zip(map(id, inputs), found, strict=True))
-        for lane in own:
-            rows = zip(gathered.tensors, gathered.rows[lane], strict=True)
+        gradients = dict(zip(map(id, inputs), input_gradients, strict=True))
+        for lane in own_embeddings:
+            rows = zip(gathered.tensors, gathered.rows[lane], strict=True)  # of [items, ...]
             # cloned, because kernels may round by the alignment of their memory
             self._weights[lane] = [
-                None if (one := gradients.get(id(whole))) is None else one[some].clone()
-                for whole, some in rows
+                None
+                if (gradient := gradients.get(id(tensor))) is None
+                else gradient[lane_rows].clone()
+                for tensor, lane_rows in rows
             ]
 
 
@@ -212,9 +220,9 @@ def split_embeddings(returned: Any, lane: int) -> tuple[Form, list[Tensor]]:
         form, tensors = list(returned), list(returned.values())
     elif isinstance(returned, (tuple, list)):
         form, tensors = len(returned), list(returned)
-    for one in tensors:
-        if not isinstance(one, Tensor) or one.ndim == 0:
-            kind = "a scalar tensor" if isinstance(one, Tensor) else type(one).__name__
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+            kind = "a scalar tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise LossError(
                 "embed must return a tensor [items, ...], or a tuple or dict of them, got"
                 f" {kind} in lane {lane}"
@@ -239,36 +247,47 @@ def loss_of_one_lane(loss_fn: LossFn, embed: LossFn) -> LossFn:
 
 
 def gather(
-    world: World, form: Form, own: Mapping[int, Sequence[Tensor]], device: torch.device
+    world: World, form: Form, own_embeddings: Mapping[int, Sequence[Tensor]], device: torch.device
 ) -> Gathered | None:
     """Return the embeddings of all lanes on every worker; None if no lane has any.
 
     The tensors are leaves, which require a gradient if those of any lane do. Raises `LossError` if
     lanes differ in more than the number of rows.
     """
+    # of this worker's lanes, as JSON: [lane, form, [[shape, dtype, requires_grad], ...]]
     specs = [
-        [lane, form, [[list(one.shape), str(one.dtype), one.requires_grad] for one in own[lane]]]
-        for lane in sorted(own)
+        [
+            lane,
+            form,
+            [
+                [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+                for tensor in own_embeddings[lane]
+            ],
+        ]
+        for lane in sorted(own_embeddings)
     ]
     by_rank = world.all_gather_json(specs, "comparing embeddings")
-    everyone = list(chain.from_iterable(by_rank))
-    if not everyone:
+    # ranks have contiguous lanes, so this is in lane order
+    all_specs = list(chain.from_iterable(by_rank))
+    if not all_specs:
         return None
-    _check(everyone)
-    _, form, first = everyone[0]
+    _check(all_specs)
+    _, form, first = all_specs[0]  # this worker's lanes may be without items
     tensors = []
-    rows: dict[int, list[slice]] = {lane: [] for lane, _, _ in everyone}
+    rows: dict[int, list[slice]] = {lane: [] for lane, _, _ in all_specs}
     for number, (shape, dtype, _) in enumerate(first):
-        row = torch.empty(
+        row = torch.empty(  # none, so that a worker without items has a shape and a dtype, too
             [0, *shape[1:]], dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
         )
-        mine = torch.cat([row, *(own[lane][number].detach() for lane in sorted(own))])
+        own_rows = torch.cat(  # [own_items, ...]
+            [row, *(own_embeddings[lane][number].detach() for lane in sorted(own_embeddings))]
+        )
         sizes = [sum(spec[number][0][0] for _, _, spec in specs) for specs in by_rank]
-        whole = _all_gather(world, mine, sizes)
-        requires_grad = any(spec[number][2] for _, _, spec in everyone)
-        tensors.append(whole.requires_grad_(requires_grad))
+        all_rows = _all_gather(world, own_rows, sizes)  # [items, ...]
+        requires_grad = any(spec[number][2] for _, _, spec in all_specs)
+        tensors.append(all_rows.requires_grad_(requires_grad))
         start = 0
-        for lane, _, spec in everyone:
+        for lane, _, spec in all_specs:
             stop = start + spec[number][0][0]
             rows[lane].append(slice(start, stop))
             start = stop
@@ -294,18 +313,19 @@ def _check(specs: Sequence[Any]) -> None:
             )
 
 
-def _all_gather(world: World, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+def _all_gather(world: World, own_rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the rows of all workers, of which each has `sizes[rank]`."""
-    most = max(sizes)
+    largest = max(sizes)
     if world.size == 1:
-        return mine
-    if not math.prod([most, *mine.shape[1:]]):
-        return mine.new_empty([sum(sizes), *mine.shape[1:]])
+        return own_rows
+    if not math.prod([largest, *own_rows.shape[1:]]):  # nothing to send, and no -1 for `view`
+        return own_rows.new_empty([sum(sizes), *own_rows.shape[1:]])
     # [workers, rows, ...], padded with zeros
-    out = mine.new_zeros([world.size, most, *mine.shape[1:]])
-    out[world.rank, : len(mine)] = mine
-    data = out.view(world.size, -1).view(torch.uint8)
+    out = own_rows.new_zeros([world.size, largest, *own_rows.shape[1:]])
+    out[world.rank, : len(own_rows)] = own_rows
+    data = out.view(world.size, -1).view(torch.uint8)  # [workers, nbytes], as NCCL knows few dtypes
     world.all_gather(data.view(-1), data[world.rank], "gathering embeddings")
+    # without the padding: [items, ...]
     return torch.cat([rows[:size] for rows, size in zip(out, sizes, strict=True)])
 
 
@@ -313,6 +333,6 @@ def _differs(left: Tensor, right: Tensor) -> Tensor:
     """Return whether any bit differs, as a tensor, to avoid waiting for a GPU."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return torch.tensor(data=True)
-    words = INTEGERS[min(left.element_size(), 8)]
+    words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
     right = right.to(left.device)
     return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()

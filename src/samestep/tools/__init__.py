@@ -1,4 +1,4 @@
-"""Helpers of several tools: run a script, read its record, sum gradients, format numbers."""
+"""Helpers of several tools: run a script, read its record, format numbers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.host import no_garbage_collection
 from samestep.record import read_events
-
-if TYPE_CHECKING:  # some of the commands must start without torch
-    import torch
-
-    from samestep.comm.base import World
 
 OUTPUT: Final = "output.txt"
 # the run neither writes anything outside its directory nor restarts
@@ -105,22 +100,7 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
     return events, snapshots[-1]
 
 
-def make_all_reduce(world: World, gradient: torch.Tensor, activity: str) -> Callable[[], None]:
-    """Return a function that all-reduces gradients of this shape; collective."""
-    from samestep.step.exchange import Exchange
-
-    exchange = Exchange([gradient], world.size, world)
-
-    def all_reduce() -> None:
-        exchange.put([[gradient]])
-        world.barrier(activity)
-        exchange.sum()
-        exchange.gather()
-
-    return all_reduce
-
-
-def some(count: float, noun: str) -> str:
+def counted(count: float, noun: str) -> str:
     """Return a count with its noun, such as "1 worker" or "2 workers"."""
     return f"{count:g} {noun}{'s' * (count != 1)}"
 

@@ -187,7 +187,7 @@ def read_observations(directory: Path, title: str) -> list[Observation]:
         for line in path.read_text().splitlines()
     ]
     entries = [json.loads(line) for line in dict.fromkeys(lines)]
-    found = {
+    by_kind = {
         kind: [
             Observation(entry.get("step", -1) + 1, text.format(entry["name"]))
             for entry in entries
@@ -206,11 +206,11 @@ def read_observations(directory: Path, title: str) -> list[Observation]:
         for rank, sums in by_rank.items():
             if name := next((name for name in first if sums.get(name) != first[name]), None):
                 where = f"between workers {min(by_rank)} and {rank} of {title}"
-                found["tensors"] = [Observation(step, TENSORS.format(name, where, step))]
-        if "tensors" in found:
+                by_kind["tensors"] = [Observation(step, TENSORS.format(name, where, step))]
+        if "tensors" in by_kind:
             break
     order = ("generator", "unseeded", "tensors", "attribute")
-    return [one for kind in order for one in found.get(kind, ())]
+    return [observation for kind in order for observation in by_kind.get(kind, ())]
 
 
 def _start_event(directory: Path) -> dict[str, Any]:

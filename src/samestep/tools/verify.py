@@ -117,8 +117,9 @@ def find_difference(
     for title, trace in others:
         if first and trace and (name := first.first_difference(trace)):
             between = f"{name!r} differs between {first_title} and {title}"
-            if found := dict.fromkeys(one.text for one in observations if one.step <= step > 0):
-                causes = "\n".join(f"Likely cause: {text}" for text in islice(found, SHOWN))
+            earlier = [seen for seen in observations if seen.step <= step > 0]
+            if texts := dict.fromkeys(seen.text for seen in earlier):
+                causes = "\n".join(f"Likely cause: {text}" for text in islice(texts, SHOWN))
                 return f"step {step}: {between}\n{causes}"
             cause = next(CAUSES[pattern] for pattern in CAUSES if re.search(pattern, name))
             return f"step {step}: {between}\nUsual cause: {cause if step else AT_START}"

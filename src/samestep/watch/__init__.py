@@ -73,8 +73,8 @@ def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= LARGEST_PORT:
         raise ConfigError(f"--port must be from 0 to {LARGEST_PORT}, got {port}")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        family, kind, protocol, _, address = found
+        endpoint = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = endpoint
         with ExitStack() as exits:
             # asyncio sets TCP_NODELAY only on sockets with a protocol; without it, response bodies
             # would wait until the headers are acknowledged

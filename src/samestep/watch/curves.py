@@ -128,10 +128,10 @@ class Curve:
         """
         if self._summary is None or self._summary[0] != len(self):
             step, _, _, value, *_ = self._table.columns()
-            known = np.flatnonzero(np.isfinite(value))
-            finite = value[known]
-            low, high = (known[at(finite)] if len(known) else None for at in (np.argmin, np.argmax))
-            found = {
+            rows = np.flatnonzero(np.isfinite(value))
+            finite = value[rows]
+            low, high = (rows[at(finite)] if len(rows) else None for at in (np.argmin, np.argmax))
+            summary = {
                 "points": len(value),
                 "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
                 "lowest": None if low is None else float(value[low]),
@@ -140,7 +140,7 @@ class Curve:
                 "highest_step": None if high is None else float(step[high]),
                 "trend": _trend(finite),
             }
-            self._summary = len(self), found
+            self._summary = len(self), summary
         return self._summary[1]
 
     def nonfinite_since(self) -> int | None:
@@ -212,9 +212,9 @@ def _share_of_memory(fields: Mapping[str, Any]) -> float | None:
     return _percent(fields.get("memory"), fields.get("memory_total"))
 
 
-def _percent(value: object, whole: object) -> float | None:
-    part, total = to_number(value), to_number(whole)
-    return None if part is None or not total else 100 * part / total
+def _percent(part: object, total: object) -> float | None:
+    dividend, divisor = to_number(part), to_number(total)
+    return None if dividend is None or not divisor else 100 * dividend / divisor
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,10 @@ class Points:
 
     def at(self, rows: NDArray[np.intp] | slice) -> Points:
         """Return some of the points."""
-        some: list[Any] = [None if each is None else each[rows] for each in vars(self).values()]
-        return Points(*some)
+        columns: list[Any] = [
+            None if column is None else column[rows] for column in vars(self).values()
+        ]
+        return Points(*columns)
 
     def to_json(
         self, start: float | None, end: float | None, points: int, axis: str

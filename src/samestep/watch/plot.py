@@ -83,8 +83,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _size(text: str) -> tuple[float, float]:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", text)
-    width, height = map(float, found.groups()) if found else (0.0, 0.0)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", text)
+    width, height = map(float, match.groups()) if match else (0.0, 0.0)
     if not (1 <= width <= LARGEST and 1 <= height <= LARGEST):
         expected = f"a width and a height from 1 to {LARGEST:g} inches, such as 6x4"
         raise ConfigError(f"--size must be {expected}, got {text}")
@@ -104,16 +104,16 @@ def _read(locations: Sequence[str]) -> list[View]:
 
 def _choose(views: Iterable[View], wanted: str | None) -> list[str]:
     """Return the names of the scalars to draw."""
-    known = list(dict.fromkeys(name for view in views for name in view.scalars()))
-    if not known:
+    scalars = list(dict.fromkeys(name for view in views for name in view.scalars()))
+    if not scalars:
         raise RecordError("nothing to plot: no run has a scalar yet; log one with run.log")
     if wanted is None:
-        return known
-    if wanted in known:
+        return scalars
+    if wanted in scalars:
         return [wanted]  # may have a comma in its name
     names = [name.strip() for name in wanted.split(",")]
-    if missing := [name for name in names if name not in known]:
-        choices = ", ".join(map(repr, known))
+    if missing := [name for name in names if name not in scalars]:
+        choices = ", ".join(map(repr, scalars))
         raise ConfigError(f"--scalars: expected some of {choices}, got {missing[0]!r}")
     return names
 

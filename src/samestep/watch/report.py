@@ -94,7 +94,7 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> HtmlReport:
         responses[_path("run", id=view.id)] = summary
         responses[_path("timing", id=view.id)] = _rounded(view.timing(points=SPANS))
         responses[_path("system", id=view.id)] = _rounded(view.system())
-        for name in (one["name"] for one in summary["histograms"]):
+        for name in (series["name"] for series in summary["histograms"]):
             responses[_path("histogram", id=view.id, name=name)] = view.histogram(name)
         for scalar in summary["scalars"]:
             for axis in AXES:
@@ -168,8 +168,8 @@ def one_file(data: dict[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     page = _SCRIPT.sub("", page)
-    page = _STYLE.sub(lambda found: f"<style>{_read(found[1])}</style>", page)
-    page = _ICON.sub(lambda found: f"data:image/png;base64,{_base64(found[1])}", page)
+    page = _STYLE.sub(lambda match: f"<style>{_read(match[1])}</style>", page)
+    page = _ICON.sub(lambda match: f"data:image/png;base64,{_base64(match[1])}", page)
     charset = '<meta charset="utf-8">'
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     page = page.replace(charset, f"{charset}\n    {meta}", 1)
@@ -190,11 +190,11 @@ def _script(name: str) -> str:
     if name != MAIN:
         return _read(name)
     imports: dict[str, list[str]] = {}
-    found = [MAIN]
-    while found:
-        if (module := found.pop()) not in imports:
+    pending = [MAIN]
+    while pending:
+        if (module := pending.pop()) not in imports:
             imports[module] = [other for _, other in _IMPORT.findall(_read(module))]
-            found += imports[module]
+            pending += imports[module]
     modules = "".join(map(_module, TopologicalSorter(imports).static_order()))
     return f'(() => {{\n"use strict";\n{modules}}})();\n'
 
@@ -205,7 +205,7 @@ def _module(name: str) -> str:
     exports = ", ".join(export for _, export in _EXPORT.findall(source))
     body = _EXPORT.sub(r"\1 \2", source)
     body = _IMPORT.sub(
-        lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};\n", body
+        lambda match: f"const {{{match[1].replace(' as ', ': ')}}} = {_variable(match[2])};\n", body
     )
     return f"const {_variable(name)} = (() => {{\n{body}return {{ {exports} }};\n}})();\n"
 

@@ -191,7 +191,7 @@ class RunState:
         self.timings.discard_after(last, trained=self.loop is not None)
         self.images = {key: image for key, image in self.images.items() if image.position <= last}
         histograms = {
-            name: [one for one in series if one.position <= last]
+            name: [histogram for histogram in series if histogram.position <= last]
             for name, series in self.histograms.items()
         }
         self.histograms = {name: series for name, series in histograms.items() if series}
@@ -338,15 +338,20 @@ def cause(failures: Sequence[Event]) -> dict[str, str | None] | None:
     The text is one line. It names a worker only if the error is that worker's own: all workers
     raise an error such as NaN, and a hang is reported by a worker that waited for another.
     """
-    primary = [one for one in failures if not one.get("is_secondary", _is_of(one, "WorldError"))]
-    one = next(iter([*primary, *failures]), None)
-    if one is None:
+    primary = [
+        failure
+        for failure in failures
+        if not failure.get("is_secondary", _is_of(failure, "WorldError"))
+    ]
+    failure = next(iter([*primary, *failures]), None)
+    if failure is None:
         return None
-    text, trace = _first_line(one.get("error")), to_text(one.get("traceback"))
-    is_shared = any(_first_line(other.get("error")) == text for other in primary if other != one)
-    if not is_shared and not _is_of(one, "HangError"):
-        host = one.get("host")
-        text += f" (worker {one.get('rank')}{f' on {host}' if host else ''})"
+    text, trace = _first_line(failure.get("error")), to_text(failure.get("traceback"))
+    others = [other for other in primary if other != failure]
+    is_shared = any(_first_line(other.get("error")) == text for other in others)
+    if not is_shared and not _is_of(failure, "HangError"):
+        host = failure.get("host")
+        text += f" (worker {failure.get('rank')}{f' on {host}' if host else ''})"
     return {"text": text[:LONGEST_TEXT], "detail": trace}
 
 
@@ -371,10 +376,10 @@ def _describe_stop(event: Event) -> str:
 
 def _describe_loop(event: Event) -> str:
     done, steps = to_int(event.get("done")), to_int(event.get("steps"))
-    known = None if steps is None else counted(steps, "step")
+    total = None if steps is None else counted(steps, "step")
     if not done:
-        return f"loop {event.get('name')} starts" + (f": {known}" if known else "")
-    return f"loop {event.get('name')} continues after {done} {f'of {known}' if known else 'steps'}"
+        return f"loop {event.get('name')} starts" + (f": {total}" if total else "")
+    return f"loop {event.get('name')} continues after {done} {f'of {total}' if total else 'steps'}"
 
 
 def _describe_sink(event: Event) -> str:

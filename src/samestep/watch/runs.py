@@ -246,8 +246,8 @@ class Changes:
     @property
     def faults(self) -> dict[str, str]:
         """Why locations cannot be read now, by location."""
-        faults = [dict(follower.faults) for follower in self._followers]
-        return {location: fault for some in faults for location, fault in some.items()}
+        copies = [dict(follower.faults) for follower in self._followers]
+        return {location: fault for faults in copies for location, fault in faults.items()}
 
     @property
     def is_full(self) -> bool:

@@ -131,8 +131,8 @@ class Guard:
         body = await read_body(request, LONGEST_FORM)
         if body is None:
             return PlainTextResponse("the form is too long", 413)
-        given = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
-        if not _equal(given, self._token or ""):
+        token = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
+        if not _equal(token, self._token or ""):
             self._failures.add(_address(request))
             return _form("Wrong token.")
         response = RedirectResponse("./", 303)
@@ -171,12 +171,12 @@ class Failures:
         return max(0, math.ceil(times[0] + FAILURE_SECONDS - time.monotonic()))
 
 
-async def read_body(request: Request, most: int) -> bytes | None:
-    """Return the body of a request, None if it has more than `most` bytes."""
+async def read_body(request: Request, limit: int) -> bytes | None:
+    """Return the body of a request, None if it has more than `limit` bytes."""
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > most:
+        if len(body) > limit:
             return None
     return body
 
@@ -198,9 +198,9 @@ def _form(text: str) -> Response:
     return HTMLResponse(_FORM.format(text=text), 401, {"WWW-Authenticate": "Bearer"})
 
 
-def _equal(given: str, expected: str) -> bool:
+def _equal(received: str, expected: str) -> bool:
     """Compare in a time that does not depend on where the strings differ."""
-    return hmac.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
+    return hmac.compare_digest(received.encode(errors="surrogatepass"), expected.encode())
 
 
 class Query:
@@ -213,11 +213,11 @@ class Query:
         self._params = params
         for name, value in params.multi_items():
             if name not in names:
-                known = " or ".join(names) or "no parameters"
-                raise HTTPException(400, f"unknown parameter: expected {known}, got {_short(name)}")
+                valid = " or ".join(names) or "no parameters"
+                raise HTTPException(400, f"unknown parameter: expected {valid}, got {_short(name)}")
             if len(value) > LONGEST_PARAMETER:
-                most = f"at most {LONGEST_PARAMETER} characters"
-                raise HTTPException(400, f"{name} must have {most}, got {len(value)}")
+                limit = f"at most {LONGEST_PARAMETER} characters"
+                raise HTTPException(400, f"{name} must have {limit}, got {len(value)}")
             if len(params.getlist(name)) > 1:
                 raise HTTPException(400, f"{name} must be given only once")
 

@@ -220,8 +220,8 @@ class Api:
         if body is None:
             return PlainTextResponse(f"notes must have at most {LONGEST_NOTES} bytes", 413)
         try:
-            given = json.loads(body)
-            tags, note, version = (given[name] for name in ("tags", "note", "version"))
+            fields = json.loads(body)
+            tags, note, version = (fields[name] for name in ("tags", "note", "version"))
             await run_in_threadpool(view.write_notes, tags, note, version)
         except RecordError as error:
             return PlainTextResponse(str(error), 409)

@@ -46,8 +46,8 @@ class Newest(NamedTuple):
 
     def before(self, end: float) -> Newest:
         """Return those with smaller numbers than `end`."""
-        workers = (one for one in self.workers if one[0] < end)
-        slowest = (one for one in self.slowest if one[0] < end)
+        workers = (step for step in self.workers if step[0] < end)
+        slowest = (step for step in self.slowest if step[0] < end)
         return Newest(deque(workers, RECENT), deque(slowest, RECENT))
 
 
@@ -72,8 +72,8 @@ class Timings:
         """Append a step of at least one worker, with each worker's seconds by part and own ones."""
         *means, _ = [sum(column) / len(workers) for column in zip(*workers, strict=True)]
         self._steps.append((step, time, attempt, len(workers), *means, *NO_QUANTILES))
-        for *_, own in workers:
-            self._own.append((own,))
+        for *_, own_seconds in workers:
+            self._own.append((own_seconds,))
         self._newest.workers.append((step, workers))
 
     def append_summary(
@@ -81,13 +81,15 @@ class Timings:
     ) -> bool:
         """Append a step of many workers; return False for an event that no run writes."""
         means, quantiles = event.get("mean"), event.get("quantiles")
-        own = quantiles.get(OWN) if isinstance(quantiles, dict) else None
-        if not isinstance(means, dict) or not isinstance(own, list) or len(own) != len(QUANTILES):
+        values = quantiles.get(OWN) if isinstance(quantiles, dict) else None
+        if not isinstance(means, dict) or not isinstance(values, list):
             return False
-        parts, own = [to_float(means.get(part)) for part in PARTS], [*map(to_float, own)]
-        self._steps.append((step, time, attempt, 0, *parts, *own))
+        if len(values) != len(QUANTILES):
+            return False
+        parts, seconds = [to_float(means.get(part)) for part in PARTS], [*map(to_float, values)]
+        self._steps.append((step, time, attempt, 0, *parts, *seconds))
         if (rank := to_int(event.get("slowest"))) is not None:
-            self._newest.slowest.append((step, (rank, own[-1], own[len(own) // 2])))
+            self._newest.slowest.append((step, (rank, seconds[-1], seconds[len(seconds) // 2])))
         return True
 
     def discard_after(self, last: StepPosition, *, trained: bool = False) -> None:
@@ -127,17 +129,17 @@ class Timings:
         count = len(newest[-1])
         # [steps, workers, parts and own]
         seconds = np.asarray([step for step in newest if len(step) == count])
-        own = np.median(seconds[:, :, -1], axis=0).tolist()
-        known = [value if np.isfinite(value) else 0.0 for value in own]
-        slowest = count > 1 and max(known) > CLEARLY_SLOWER * median_low(known)
+        medians = np.median(seconds[:, :, -1], axis=0).tolist()
+        finite = [value if np.isfinite(value) else 0.0 for value in medians]
+        slowest = count > 1 and max(finite) > CLEARLY_SLOWER * median_low(finite)
         wall = _mean(self._recent().wall()[-len(seconds) :])
         means = seconds[:, :, :-1].mean(axis=0)
         others = to_list(np.maximum((np.nan if wall is None else wall) - means.sum(axis=1), 0.0))
         return [
             {
-                "seconds": own[rank] if np.isfinite(own[rank]) else None,
+                "seconds": medians[rank] if np.isfinite(medians[rank]) else None,
                 "parts": {**dict(zip(PARTS, to_list(parts), strict=True)), OTHER: others[rank]},
-                "slowest": slowest and rank == known.index(max(known)),
+                "slowest": slowest and rank == finite.index(max(finite)),
             }
             for rank, parts in enumerate(means)
         ]
@@ -152,8 +154,8 @@ class Timings:
         if not ranks:
             return None
         rank = max(set(ranks), key=ranks.count)
-        seconds = median(most for one, most, _ in newest if one == rank)
-        middle = median(middle for one, _, middle in newest if one == rank)
+        seconds = median(seconds for slow, seconds, _ in newest if slow == rank)
+        middle = median(middle for slow, _, middle in newest if slow == rank)
         is_often = 2 * ranks.count(rank) > len(ranks)
         return (rank, seconds) if is_often and seconds > CLEARLY_SLOWER * middle else None
 
@@ -165,7 +167,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps [N]: `parts` are means over workers; `own` has each of `workers`' seconds, by step."""
+    """Steps [N]: `parts` are means over workers; `own_seconds` are those of `workers`, by step."""
 
     step: NDArray[Any]
     time: NDArray[Any]
@@ -173,7 +175,7 @@ class Steps:
     workers: NDArray[Any]
     parts: tuple[NDArray[Any], ...]
     quantiles: tuple[NDArray[Any], ...]
-    own: NDArray[Any]
+    own_seconds: NDArray[Any]
 
     def at(self, rows: slice) -> Steps:
         first, count = int(self.workers[: rows.start].sum()), int(self.workers[rows].sum())
@@ -225,23 +227,23 @@ class Steps:
 
     def by_worker(self, span: NDArray[np.intp], count: int) -> list[list[float | None]]:
         """Return the mean own seconds of each worker in each of `count` spans."""
-        most = int(self.workers.max())
+        largest = int(self.workers.max())
         ends = np.cumsum(self.workers, dtype=np.int64)
-        ranks = np.arange(len(self.own)) - np.repeat(ends - self.workers, self.workers)
-        cells = np.repeat(span * most, self.workers) + ranks
-        means = _means(cells, self.own, count * most).reshape(count, most)
+        ranks = np.arange(len(self.own_seconds)) - np.repeat(ends - self.workers, self.workers)
+        cells = np.repeat(span * largest, self.workers) + ranks
+        means = _means(cells, self.own_seconds, count * largest).reshape(count, largest)
         return [to_list(column) for column in means.T]
 
     def _sorted(self) -> Steps:
         order = np.argsort(self.step, kind="stable")
-        own = np.argsort(np.repeat(np.argsort(order, kind="stable"), self.workers), kind="stable")
-        return self._take(order, own)
+        ranks = np.repeat(np.argsort(order, kind="stable"), self.workers)
+        return self._take(order, np.argsort(ranks, kind="stable"))
 
-    def _take(self, rows: Any, own: Any) -> Steps:
+    def _take(self, rows: Any, worker_rows: Any) -> Steps:
         parts = tuple(part[rows] for part in self.parts)
         quantiles = tuple(quantile[rows] for quantile in self.quantiles)
         columns = (self.step[rows], self.time[rows], self.attempt[rows], self.workers[rows])
-        return Steps(*columns, parts, quantiles, self.own[own])
+        return Steps(*columns, parts, quantiles, self.own_seconds[worker_rows])
 
 
 def seconds_of(worker: Mapping[str, Any]) -> list[float]:
@@ -250,8 +252,8 @@ def seconds_of(worker: Mapping[str, Any]) -> list[float]:
     Records of earlier versions have no own ones: there, they are those of all parts but `exchange`.
     """
     parts = [to_float(worker.get(part)) for part in PARTS]
-    own = to_float(worker[OWN]) if OWN in worker else sum(parts) - parts[EXCHANGE]
-    return [*parts, own]
+    own_seconds = to_float(worker[OWN]) if OWN in worker else sum(parts) - parts[EXCHANGE]
+    return [*parts, own_seconds]
 
 
 def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, Any]]:
@@ -287,15 +289,15 @@ def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
 
 
 def _mean(values: NDArray[Any]) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known.mean(dtype=np.float64)) if len(known) else None
+    finite = values[np.isfinite(values)]
+    return float(finite.mean(dtype=np.float64)) if len(finite) else None
 
 
 def _means(groups: NDArray[Any], values: NDArray[Any], count: int) -> NDArray[np.float64]:
     """Return the mean of the finite values of each of `count` groups; NaN for an empty group."""
-    known = np.isfinite(values)
-    if not known.all():
-        groups, values = groups[known], values[known]
+    is_finite = np.isfinite(values)
+    if not is_finite.all():
+        groups, values = groups[is_finite], values[is_finite]
     counts = np.bincount(groups, minlength=count)
     sums = np.bincount(groups, weights=values, minlength=count)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

@@ -254,7 +254,7 @@ class View:
             run = self._known_run()
             scores = {name: curve.summary() for name, curve in run.curves.items()}
             if run is self._glimpse:  # the best ones may be between both ends
-                scores = {name: {"last": known["last"]} for name, known in scores.items()}
+                scores = {name: {"last": score["last"]} for name, score in scores.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
             row = {**self._row(run, time.time()), **self._notes(), **_origin(run)}
@@ -303,7 +303,7 @@ class View:
         """
         with self._lock:
             series = list(self._run.histograms[name])
-        return {"items": [one.to_json() for one in thin(series, MOST_HISTOGRAMS)]}
+        return {"items": [histogram.to_json() for histogram in thin(series, MOST_HISTOGRAMS)]}
 
     def timing(
         self, start: float | None = None, end: float | None = None, points: int = 500
@@ -317,13 +317,13 @@ class View:
         """Return the use of each host from `start` to `end`: x is Unix time, at most 500 points."""
         with self._lock:
             columns = self._run.hosts.columns()
-        most = max(FEWEST_SAMPLES, min(MOST_SAMPLES, ALL_SAMPLES // max(1, len(columns))))
+        limit = max(FEWEST_SAMPLES, min(MOST_SAMPLES, ALL_SAMPLES // max(1, len(columns))))
         curves = []
         for (host, name), series in columns.items():
             order = np.argsort(series[0], kind="stable")  # the clock may have been set back
             time, value = (column[order] for column in series)
             inside = row_range(time, start, end)
-            rows = select_points(time[inside], [value[inside]], [value[inside]], most)
+            rows = select_points(time[inside], [value[inside]], [value[inside]], limit)
             x, y = to_list(time[inside][rows]), to_list(value[inside][rows].round(2))
             curves.append({"host": host, "name": name, "x": x, "value": y})
         return {"curves": curves}
@@ -338,15 +338,15 @@ class View:
         sizes = self.source.log_sizes()
         size = sizes.get(worker, 0)
         start = max(0, size - LOG_BYTES)
-        found = {"workers": sorted(sizes), "size": size, "cut": start > 0, "lines": None}
+        report = {"workers": sorted(sizes), "size": size, "cut": start > 0, "lines": None}
         if size == 0 or size != have:
             data = self.source.read_log(worker, start, size) if size else b""
             words = search.lower().split()
             lines = [
                 line for line in _log_lines(data) if all(word in line.lower() for word in words)
             ]
-            found |= {"lines": lines[-LOG_LINES:], "cut": start > 0 or len(lines) > LOG_LINES}
-        return found
+            report |= {"lines": lines[-LOG_LINES:], "cut": start > 0 or len(lines) > LOG_LINES}
+        return report
 
     def open_image(self, number: int) -> tuple[str | None, int, Iterator[bytes]]:
         """Return an image's media type (see `media_type`), size in bytes, and content in chunks.
@@ -405,9 +405,9 @@ def principal(curves: Mapping[str, Curve]) -> dict[str, Any] | None:
     """Return the name and last value of a run's score, or of its loss, chosen as on the page."""
     for goal in ("highest", "lowest"):
         fitting = [name for name in curves if goal_of(name) == goal]
-        most = max((len(curves[name]) for name in fitting), default=0)
+        longest = max((len(curves[name]) for name in fitting), default=0)
         others = [name for name in fitting if not _TRAINED.search(name)]
-        rare = (name for name in others if 2 * len(curves[name]) < most)
+        rare = (name for name in others if 2 * len(curves[name]) < longest)
         evaluated = (name for name in fitting if _EVALUATED.search(name))
         if (name := next(chain(evaluated, rare, others, fitting), None)) is not None:
             return {"name": name, "last": curves[name].summary()["last"]}
@@ -467,16 +467,16 @@ def _images(run: RunState) -> list[dict[str, Any]]:
     return [{"name": name, "items": thin(items, MOST_ITEMS)} for name, items in names.items()]
 
 
-def thin(items: Sequence[Item], most: int) -> list[Item]:
-    """Return every first, second, fourth, … item and the last: at most `most` + 1.
+def thin(items: Sequence[Item], limit: int) -> list[Item]:
+    """Return every first, second, fourth, … item and the last: at most `limit` + 1.
 
     Most results stay the same as items are added.
     """
     stride = 1
-    while len(items) > most * stride:
+    while len(items) > limit * stride:
         stride *= 2
-    some = list(items[::stride])
-    return some if (len(items) - 1) % stride == 0 else [*some, items[-1]]
+    thinned = list(items[::stride])
+    return thinned if (len(items) - 1) % stride == 0 else [*thinned, items[-1]]
 
 
 def _origin(run: RunState) -> dict[str, Any]:
@@ -494,11 +494,11 @@ def _origin(run: RunState) -> dict[str, Any]:
 
 def _defaults(config: Mapping[str, Any]) -> list[str]:
     """Return the names of the options that have their default values."""
-    known = {option.name: option.default for option in fields(Config)}
+    defaults = {option.name: option.default for option in fields(Config)}
     return [
         name
         for name, value in config.items()
-        if name in known and _text(value) == _text(known[name])
+        if name in defaults and _text(value) == _text(defaults[name])
     ]
 
 

@@ -29,7 +29,7 @@ HEADER = TORCH / "include" / "ATen" / "native" / "CPUFallback.h"
 def build(cache: Path, source: Path = SOURCE) -> Path:
     """Return the compiled library; it is compiled once for each content, flags and torch."""
     needs("g++")
-    needs("torch's C++ headers", found=HEADER.exists())
+    needs("torch's C++ headers", is_present=HEADER.exists())
     include = TORCH / "include"
     command = [
         *("g++", "-O0", "-std=c++20", "-shared", "-fPIC", str(source)),

@@ -44,7 +44,7 @@ NAMES = {
 NAMES["all_gather_single"] = next(
     name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
 )
-_real = {name: getattr(dist, known) for name, known in NAMES.items()}
+_real = {name: getattr(dist, torch_name) for name, torch_name in NAMES.items()}
 state: dict[str, Any] = {"timeout": None, "collectives": Counter(), "pending": []}
 backends: dict[dist.ProcessGroup, str] = {}  # of groups with NCCL
 device_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of gloo, for CUDA tensors
@@ -57,13 +57,13 @@ DTYPES = {
 class Work:
     """A collective of CUDA tensors that was enqueued, but not waited for."""
 
-    def __init__(self, run: Any, out: torch.Tensor, own: torch.Tensor) -> None:
+    def __init__(self, run: Any, out: torch.Tensor, source: torch.Tensor) -> None:
         self._run, self._out, self._is_done = run, out, False
-        self._pointer, self._shape, self._dtype = own.data_ptr(), own.shape, own.dtype
-        self._nbytes = own.nbytes
+        self._pointer, self._shape, self._dtype = source.data_ptr(), source.shape, source.dtype
+        self._nbytes = source.nbytes
         LIBRARY.sim_begin_use(self._pointer)
-        if out.data_ptr() != own.data_ptr():
-            _spoil(out, own)
+        if out.data_ptr() != source.data_ptr():
+            _spoil(out, source)
         state["pending"].append(self)
 
     def wait(self, timeout: object = None) -> bool:
@@ -78,13 +78,13 @@ class Work:
         return True
 
     def _do(self) -> None:
-        own = torch.empty(self._shape, dtype=self._dtype)
-        LIBRARY.sim_read(own.data_ptr(), self._pointer, self._nbytes)
+        source = torch.empty(self._shape, dtype=self._dtype)
+        LIBRARY.sim_read(source.data_ptr(), self._pointer, self._nbytes)
         LIBRARY.sim_end_use(self._pointer)
         self._is_done = True
         got = torch.empty(self._out.shape, dtype=self._out.dtype)
         if not _hangs(self._run.__qualname__.partition(".")[0]):
-            self._run(got, own)
+            self._run(got, source)
             with torch.no_grad():
                 _without_wait(self._out, got)
 
@@ -97,9 +97,9 @@ def _without_wait(out: torch.Tensor, value: torch.Tensor) -> None:
     LIBRARY.sim_read(flat.data_ptr(), value.data_ptr(), value.nbytes)
 
 
-def _spoil(out: torch.Tensor, own: torch.Tensor) -> None:
+def _spoil(out: torch.Tensor, source: torch.Tensor) -> None:
     """Fill what is not input with NaN, as long as the collective may not have ended."""
-    start, stop = own.data_ptr(), own.data_ptr() + own.nbytes
+    start, stop = source.data_ptr(), source.data_ptr() + source.nbytes
     for begin, end in ((0, start), (stop, 1 << 62)):
         first = max(out.data_ptr(), begin)
         last = min(out.data_ptr() + out.nbytes, end)
@@ -115,8 +115,8 @@ def _hangs(name: str) -> bool:
     if call == os.environ.get(FAILS_AT):
         text = os.environ[FAILURE]
         kinds = {"NCCL": dist.DistBackendError, "CUDA out of memory": torch.OutOfMemoryError}
-        found = (kind for start, kind in kinds.items() if text.startswith(start))
-        raise next(found, AcceleratorError)(text)
+        matches = (kind for start, kind in kinds.items() if text.startswith(start))
+        raise next(matches, AcceleratorError)(text)
     if call != os.environ.get(HANGS_AT):
         return False
     LIBRARY.sim_set_stuck(1)
@@ -173,11 +173,11 @@ def _add_nccl(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> Non
 
 def destroy_process_group(group: Any = None) -> None:
     LIBRARY.sim_wait(0, b"destroying NCCL", -1, -1)  # until collectives have ended
-    own = device_groups.pop(_group(group), None)
+    device_group = device_groups.pop(_group(group), None)
     if group is None:
         device_groups.clear()
-    elif own is not None:
-        _real["destroy_process_group"](own)
+    elif device_group is not None:
+        _real["destroy_process_group"](device_group)
     _real["destroy_process_group"](group)
 
 
@@ -220,28 +220,28 @@ _all_to_all_single, _all_reduce, _broadcast, _all_gather_single = map(
 )
 
 
-def all_to_all_single(out, own, out_sizes=None, own_sizes=None, group=None, async_op=False):  # noqa: FBT002  as in torch
+def all_to_all_single(out, source, out_sizes=None, source_sizes=None, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
-        return _all_to_all_single(out, own, out_sizes, own_sizes, group, async_op)
-    _check(out, own)
+        return _all_to_all_single(out, source, out_sizes, source_sizes, group, async_op)
+    _check(out, source)
     device_group = _device_group(group)
 
     def run(got, sent):
-        _real["all_to_all_single"](got, sent, out_sizes, own_sizes, device_group)
+        _real["all_to_all_single"](got, sent, out_sizes, source_sizes, device_group)
 
-    return _begin(run, out, own, async_op=async_op)
+    return _begin(run, out, source, async_op=async_op)
 
 
-def all_gather_single(out, own, group=None, async_op=False):  # noqa: FBT002  as in torch
+def all_gather_single(out, source, group=None, async_op=False):  # noqa: FBT002  as in torch
     if not out.is_cuda:
-        return _all_gather_single(out, own, group, async_op)
-    _check(out, own)
+        return _all_gather_single(out, source, group, async_op)
+    _check(out, source)
     device_group = _device_group(group)
 
     def run(got, sent):
         _real["all_gather_single"](got, sent, device_group)
 
-    return _begin(run, out, own, async_op=async_op)
+    return _begin(run, out, source, async_op=async_op)
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):  # noqa: FBT002  as in torch
@@ -269,10 +269,10 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):  # noq
     return _begin(run, tensor, tensor, async_op=async_op)
 
 
-def _begin(run, out, own, *, async_op):
-    if not own.is_contiguous() or not out.is_contiguous():
+def _begin(run, out, source, *, async_op):
+    if not source.is_contiguous() or not out.is_contiguous():
         raise ValueError("Tensors must be contiguous")
-    work = Work(run, out, own)
+    work = Work(run, out, source)
     if async_op:
         return work
     work.wait()
@@ -281,6 +281,6 @@ def _begin(run, out, own, *, async_op):
 
 def install() -> None:
     """Replace the functions of torch.distributed that samestep and the tests call."""
-    for name, known in NAMES.items():
-        setattr(dist, known, globals()[name])
+    for name, torch_name in NAMES.items():
+        setattr(dist, torch_name, globals()[name])
     dist.ProcessGroup._get_backend = _get_backend

@@ -42,28 +42,28 @@ def game():
 @settings(max_examples=5)
 @given(before=st.integers(0, 150), seed=st.integers(0, 2**31))
 def test_a_game_goes_on_where_its_state_was_taken(games, before, seed):
-    one, other = games
-    one.start(seed)
-    played(one, torch.randint(one.actions, (before,)).tolist())
-    state = one.state_dict()
-    after = torch.randint(one.actions, (60,)).tolist()
-    expected = played(one, after)
+    game, other = games
+    game.start(seed)
+    played(game, torch.randint(game.actions, (before,)).tolist())
+    state = game.state_dict()
+    after = torch.randint(game.actions, (60,)).tolist()
+    expected = played(game, after)
 
     other.start(seed + 1)  # somewhere else, which must not show
     other.load_state_dict(state)
     assert played(other, after) == expected
-    assert fingerprint(other.state_dict()) == fingerprint(one.state_dict())
+    assert fingerprint(other.state_dict()) == fingerprint(game.state_dict())
 
 
 def test_a_game_depends_on_its_seed_alone(game):
-    def whole(seed):
+    def start_and_play(seed):
         return fingerprint(game.start(seed)), played(
             game, [index % game.actions for index in range(40)]
         )
 
-    first = [whole(seed) for seed in range(4)]
-    assert [whole(seed) for seed in range(4)] == first
-    assert len({str(one) for one in first}) > 1  # as many as there are numbers of no-ops
+    first = [start_and_play(seed) for seed in range(4)]
+    assert [start_and_play(seed) for seed in range(4)] == first
+    assert len({str(outcome) for outcome in first}) > 1  # as many as there are numbers of no-ops
 
 
 def test_points_and_lives_are_counted_to_the_end_of_a_game(game):

@@ -111,14 +111,14 @@ def test_a_replay_goes_on_where_its_state_was_taken(kind, rows, steps, seed):
     other, _ = filled(kind, rows, 5)
     other.load_state_dict(replay.state_dict())
 
-    def then(one):
+    def then(replay):
         torch.manual_seed(seed)
         for _ in range(3):
-            one.complete_row(
+            replay.complete_row(
                 torch.ones(ENVIRONMENTS), torch.ones(ENVIRONMENTS), torch.zeros(ENVIRONMENTS)
             )
-            one.begin_row(torch.zeros(ENVIRONMENTS, SIZE, SIZE))
-        return fingerprint(one.draw(9, 0.5)[:-1]), fingerprint(one.state_dict())
+            replay.begin_row(torch.zeros(ENVIRONMENTS, SIZE, SIZE))
+        return fingerprint(replay.draw(9, 0.5)[:-1]), fingerprint(replay.state_dict())
 
     assert then(other) == then(replay)
 

@@ -117,10 +117,10 @@ def test_two_devices_of_one_worker_change_nothing(trained, tmp_path, monkeypatch
 def test_lanes_play_games_of_their_own(trained):
     lanes = [lane["source"] for lane in state_left(trained[0])["streams"]["games"].values()]
     assert len(lanes) == LANES
-    for one, other in itertools.combinations(lanes, 2):
+    for lane, other_lane in itertools.combinations(lanes, 2):
         for name in ("frames", "actions", "priorities"):
-            assert not torch.equal(one["replay"][name], other["replay"][name])
-        assert not torch.equal(one["games"][0]["emulator"], other["games"][0]["emulator"])
+            assert not torch.equal(lane["replay"][name], other_lane["replay"][name])
+        assert not torch.equal(lane["games"][0]["emulator"], other_lane["games"][0]["emulator"])
 
 
 def test_every_lane_fills_its_share_of_the_replay(trained):

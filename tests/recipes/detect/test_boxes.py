@@ -24,12 +24,12 @@ def cells(box):
 @given(boxes=box_lists)
 def test_areas_and_overlaps_are_those_of_counted_cells(boxes):
     covered = [cells(box) for box in boxes]
-    found = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+    box_tensor = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
 
-    assert areas(found).tolist() == [len(some) for some in covered]
-    for row, one in zip(overlaps(found).tolist(), covered, strict=True):
+    assert areas(box_tensor).tolist() == [len(box_cells) for box_cells in covered]
+    for row, box_cells in zip(overlaps(box_tensor).tolist(), covered, strict=True):
         assert row == pytest.approx(
-            [len(one & other) / max(1, len(one | other)) for other in covered], abs=1e-6
+            [len(box_cells & other) / max(1, len(box_cells | other)) for other in covered], abs=1e-6
         )
 
 

@@ -71,8 +71,10 @@ def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
     truth = read_annotations(file)
 
     assert list(truth.anns) == [1, 2, 3]
-    assert all(np.array_equal(truth.annToMask(one), square) for one in truth.anns.values())
-    assert [one["area"] for one in truth.imgToAnns[7]] == [12] * 3
+    assert all(
+        np.array_equal(truth.annToMask(annotation), square) for annotation in truth.anns.values()
+    )
+    assert [annotation["area"] for annotation in truth.imgToAnns[7]] == [12] * 3
 
 
 @pytest.mark.parametrize(
@@ -310,14 +312,14 @@ def test_the_made_set_has_what_it_promises(tmp_path):
     assert max(counts) > 3
     overlapping = 0
     for objects in truth.imgToAnns.values():
-        masks = [truth.annToMask(one) for one in objects]
+        masks = [truth.annToMask(annotation) for annotation in objects]
         if masks:
             assert np.sum(masks, axis=0).max() == 1  # each pixel is of the uppermost digit
-        for mask, one in zip(masks, objects, strict=True):
-            assert one["bbox"] == rle.toBbox(one["segmentation"]).tolist()
-            assert one["area"] == mask.sum() > 0
+        for mask, annotation in zip(masks, objects, strict=True):
+            assert annotation["bbox"] == rle.toBbox(annotation["segmentation"]).tolist()
+            assert annotation["area"] == mask.sum() > 0
         boxes = np.array(
-            [[x, y, x + w, y + h] for x, y, w, h in (one["bbox"] for one in objects)]
+            [[x, y, x + w, y + h] for x, y, w, h in (annotation["bbox"] for annotation in objects)]
         ).reshape(-1, 4)
         low, high = (
             np.maximum(boxes[:, None, :2], boxes[:, :2]),
@@ -328,14 +330,14 @@ def test_the_made_set_has_what_it_promises(tmp_path):
 
 
 def test_held_out_digits_are_seen_in_no_training_image(tmp_path, monkeypatch):
-    given = {}
+    digits_by_part = {}
     monkeypatch.setattr(
         make_data,
         "write",
-        lambda directory, part, images, digits, labels, draw: given.update({part: digits}),
+        lambda directory, part, images, digits, labels, draw: digits_by_part.update({part: digits}),
     )
     make_data.main([str(tmp_path)])
-    train, val = ({digit.tobytes() for digit in given[part]} for part in ("train", "val"))
+    train, val = ({digit.tobytes() for digit in digits_by_part[part]} for part in ("train", "val"))
     assert not train & val
     assert len(train | val) == len(
         {digit.tobytes() for digit in np.float32(load_digits().images / 16)}

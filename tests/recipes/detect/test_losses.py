@@ -34,8 +34,8 @@ STRIDES = torch.cat(
 
 corners = st.tuples(st.floats(0, 60), st.floats(0, 60), st.floats(1, 64), st.floats(1, 64))
 box_tensors = st.lists(corners, max_size=5).map(
-    lambda some: torch.tensor(
-        [[x, y, min(64, x + w), min(64, y + h)] for x, y, w, h in some]
+    lambda boxes: torch.tensor(
+        [[x, y, min(64, x + w), min(64, y + h)] for x, y, w, h in boxes]
     ).reshape(-1, 4)
 )
 
@@ -70,21 +70,21 @@ def test_a_location_learns_the_smallest_box_that_fits_it(boxes, radius):
 
 @given(
     learnt=st.lists(st.integers(-1, 4), max_size=30),
-    most=st.integers(1, 5),
+    max_locations=st.integers(1, 5),
     seed=st.integers(0, 2**32),
 )
-def test_each_box_weighs_one_with_all_or_draw_locations_its_locations(learnt, most, seed):
+def test_each_box_weighs_one_with_all_or_draw_locations_its_locations(learnt, max_locations, seed):
     torch.manual_seed(seed)
     learnt = torch.tensor(learnt, dtype=torch.int64)
-    everything, some = positives_of(learnt), draw_locations(learnt, most)
+    everything, drawn = positives_of(learnt), draw_locations(learnt, max_locations)
 
-    for found, limit in ((everything, len(learnt)), (some, most)):
-        assert torch.equal(learnt[found.locations], found.boxes)
+    for positives, limit in ((everything, len(learnt)), (drawn, max_locations)):
+        assert torch.equal(learnt[positives.locations], positives.boxes)
         for box in range(5):
-            there = int((learnt == box).sum())
-            assert int((found.boxes == box).sum()) == min(there, limit)
-            assert float(found.weights[found.boxes == box].sum()) == pytest.approx(
-                float(there > 0), abs=1e-5
+            count = int((learnt == box).sum())
+            assert int((positives.boxes == box).sum()) == min(count, limit)
+            assert float(positives.weights[positives.boxes == box].sum()) == pytest.approx(
+                float(count > 0), abs=1e-5
             )
 
 
@@ -98,13 +98,13 @@ def test_focal_loss_is_its_formula(logit, truth, gamma):
     chance = 1 / (1 + math.exp(-logit))
     right = chance if truth else 1 / (1 + math.exp(logit))
     expected = (0.25 if truth else 0.75) * (1 - right) ** gamma * -math.log(right)
-    found = focal_loss(
+    loss = focal_loss(
         torch.tensor([logit], dtype=torch.float64),
         torch.tensor([float(truth)], dtype=torch.float64),
         0.25,
         gamma,
     )
-    assert found.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_centerness_is_one_at_the_centre_and_falls_to_zero_at_the_sides():
@@ -125,9 +125,9 @@ def make_batch(*counts):
     ]
     labels = [torch.randint(3, (count,)) for count in counts]
     masks = [torch.zeros(count, 32, 48, dtype=torch.uint8) for count in counts]
-    for some, drawn in zip(boxes, masks, strict=True):
+    for image_boxes, drawn in zip(boxes, masks, strict=True):
         for (left, top, right, bottom), mask in zip(
-            some.round().int().tolist(), drawn, strict=True
+            image_boxes.round().int().tolist(), drawn, strict=True
         ):
             mask[top:bottom, left:right] = 1
     return Batch(images, [(32, 48)] * len(counts), boxes, labels, masks, entries=[])
@@ -141,16 +141,16 @@ def test_the_loss_of_a_lane_is_the_sum_of_its_images(counts):
         make_batch(*counts),
         LossSettings(mask_locations=1000),
     )
-    whole, sums = detection_loss(model, batch, settings=settings)
+    total, sums = detection_loss(model, batch, settings=settings)
     parts = [
         detection_loss(
-            model, Batch(*(some[i : i + 1] for some in batch[:5]), entries=[]), settings=settings
+            model, Batch(*(field[i : i + 1] for field in batch[:5]), entries=[]), settings=settings
         )
         for i in range(len(counts))
     ]
 
-    torch.testing.assert_close(whole, torch.stack([loss for loss, _ in parts]).sum())
-    torch.testing.assert_close(whole, torch.stack(list(sums.values())).sum())
+    torch.testing.assert_close(total, torch.stack([loss for loss, _ in parts]).sum())
+    torch.testing.assert_close(total, torch.stack(list(sums.values())).sum())
     assert list(sums) == ["class", "box", "centerness", "mask"]
     for name, value in sums.items():
         torch.testing.assert_close(value, torch.stack([losses[name] for _, losses in parts]).sum())

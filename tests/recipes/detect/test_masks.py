@@ -23,11 +23,13 @@ def test_each_object_has_the_network_that_its_controls_say(objects, height, widt
         torch.tensor([4.0, 8.0])[torch.randint(2, (objects,))],
     )
 
-    found = mask_logits(features, stride, controls, points, strides)
+    logits = mask_logits(features, stride, controls, points, strides)
 
-    assert found.shape == (objects, 2 * height, 2 * width)
+    assert logits.shape == (objects, 2 * height, 2 * width)
     pixels = grid_points(height, width, stride, torch.device("cpu")).T.view(2, height, width)
-    for one, control, point, own_stride in zip(found, controls, points, strides, strict=True):
+    for object_logits, control, point, own_stride in zip(
+        logits, controls, points, strides, strict=True
+    ):
         x, start = (
             torch.cat([(pixels - point[:, None, None]) / (REACH * own_stride), features])[None],
             0,
@@ -42,7 +44,10 @@ def test_each_object_has_the_network_that_its_controls_say(objects, height, widt
             )
             start += (inputs + 1) * outputs
         torch.testing.assert_close(
-            one, F.interpolate(x, scale_factor=2, mode="bilinear")[0, 0], rtol=1e-4, atol=1e-4
+            object_logits,
+            F.interpolate(x, scale_factor=2, mode="bilinear")[0, 0],
+            rtol=1e-4,
+            atol=1e-4,
         )
         assert start == CONTROLS
 

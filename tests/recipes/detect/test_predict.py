@@ -30,14 +30,14 @@ def truth_of(val):
     return [
         [
             {
-                **{name: one[name] for name in ("image_id", "category_id", "bbox")},
+                **{name: annotation[name] for name in ("image_id", "category_id", "bbox")},
                 "score": 1.0,
                 "segmentation": {
-                    "size": one["segmentation"]["size"],
-                    "counts": one["segmentation"]["counts"].decode(),
+                    "size": annotation["segmentation"]["size"],
+                    "counts": annotation["segmentation"]["counts"].decode(),
                 },
             }
-            for one in val.truth.imgToAnns[entry["id"]]
+            for annotation in val.truth.imgToAnns[entry["id"]]
         ]
         for entry in val.entries
     ]
@@ -61,8 +61,8 @@ def test_the_truth_scores_one_and_nothing_scores_zero(val):
 
 def test_boxes_and_masks_are_scored_by_themselves(val):
     truth = truth_of(val)
-    for some in truth:
-        for prediction in some:
+    for predictions in truth:
+        for prediction in predictions:
             prediction["bbox"] = [0, 0, 1, 1]
     scores = average_precision(val.truth, truth)
     assert (scores["box_ap"], scores["mask_ap"]) == (0, pytest.approx(1))
@@ -71,9 +71,9 @@ def test_boxes_and_masks_are_scored_by_themselves(val):
 def test_a_class_or_an_image_that_is_wrong_costs(val):
     for key in ("category_id", "image_id"):
         truth = truth_of(val)
-        numbers = sorted({prediction[key] for some in truth for prediction in some})
-        for some in truth:
-            for prediction in some:
+        numbers = sorted({prediction[key] for predictions in truth for prediction in predictions})
+        for predictions in truth:
+            for prediction in predictions:
                 prediction[key] = numbers[(numbers.index(prediction[key]) + 1) % len(numbers)]
         assert average_precision(val.truth, truth)["box_ap"] < 0.5
 
@@ -123,13 +123,15 @@ class Oracle(Detector):
 def test_a_model_that_knows_the_truth_scores_one(digits):
     for short_sides in ((), (60,)):  # also when images are resized on their way into the model
         val = open_images(DataSettings(path=digits, short_sides=short_sides, longest_side=400)).val
-        found = []
+        predictions = []
         for index in range(len(val)):
             batch = collate([val[index]], multiple=4)
             model = Oracle(batch, classes=10)
-            found += predict(model, batch, categories=list(val.names), settings=PredictSettings())
-        assert average_precision(val.truth, found)["box_ap"] > 0.9
-        assert [len(some) for some in found] == [
+            predictions += predict(
+                model, batch, categories=list(val.names), settings=PredictSettings()
+            )
+        assert average_precision(val.truth, predictions)["box_ap"] > 0.9
+        assert [len(image_predictions) for image_predictions in predictions] == [
             len(val.truth.imgToAnns[entry["id"]]) for entry in val.entries
         ]
 
@@ -140,18 +142,18 @@ def test_predictions_are_the_likeliest_within_limits(val):
     model = Detector(MODEL, classes=10)
     torch.nn.init.normal_(model.class_head.weight, std=3)
     batch = collate([val[index] for index in range(len(val))], multiple=4)
-    for most, least in ((3, 0.0), (100, 0.4)):
-        settings = PredictSettings(most=most, least_score=least, candidates=200)
-        for entry, some in zip(
+    for limit, least in ((3, 0.0), (100, 0.4)):
+        settings = PredictSettings(most=limit, least_score=least, candidates=200)
+        for entry, predictions in zip(
             batch.entries,
             predict(model, batch, categories=list(val.names), settings=settings),
             strict=True,
         ):
-            scores = [prediction["score"] for prediction in some]
+            scores = [prediction["score"] for prediction in predictions]
             assert scores == sorted(scores, reverse=True)
-            assert len(some) <= most
+            assert len(predictions) <= limit
             assert min(scores, default=1) >= least
-            for prediction in some:
+            for prediction in predictions:
                 x, y, width, height = prediction["bbox"]
                 assert min(x, y, width, height) >= 0
                 assert x + width <= entry["width"] + 1e-3
@@ -176,11 +178,11 @@ def test_the_picture_shows_what_was_found(val):
     images = [val.read(index) for index in range(len(val))]
     names = val.names
     truth = truth_of(val)
-    shown = picture(images, truth, names)
+    drawn = picture(images, truth, names)
     plain = picture(images, [[] for _ in images], names)
-    assert shown.dtype == np.uint8
-    assert shown.shape == plain.shape
-    assert shown.shape[2] == 3
-    assert (shown != plain).any()
-    faint = [[{**prediction, "score": 0.1} for prediction in some] for some in truth]
+    assert drawn.dtype == np.uint8
+    assert drawn.shape == plain.shape
+    assert drawn.shape[2] == 3
+    assert (drawn != plain).any()
+    faint = [[{**prediction, "score": 0.1} for prediction in predictions] for predictions in truth]
     assert np.array_equal(picture(images, faint, names), plain)

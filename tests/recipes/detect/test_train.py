@@ -176,7 +176,7 @@ def test_every_image_is_used_once_an_epoch(workers, epochs, digits):
     seen = run_workers(
         seen_by, workers, [*SMALL, f"data.path={digits}", f"optimizer.steps={steps}"], timeout=110
     )
-    assert Counter(number for some in seen for number in some) == dict.fromkeys(
+    assert Counter(number for numbers in seen for number in numbers) == dict.fromkeys(
         range(1, 14), epochs
     )
 

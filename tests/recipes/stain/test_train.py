@@ -111,13 +111,13 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_worker
     variant, data, trained, tmp_path
 ):
     changes = [data, *VARIANTS[variant]]
-    whole = run_to_end(1, tmp_path / "whole", *changes) if VARIANTS[variant] else trained[1]
+    expected = run_to_end(1, tmp_path / "whole", *changes) if VARIANTS[variant] else trained[1]
     stopped = [*SMALL, *changes, "--dir", str(tmp_path / "stopped")]
     # in the middle of the second epoch
     run_workers(train.main, 2, stopped, environment={"SAMESTEP_STOP_AFTER": "3"})
     assert [event["step"] for event in events(tmp_path / "stopped", "stopped")] == [3]
 
-    assert run_to_end(3, tmp_path / "stopped", *changes, "--continue") == whole
+    assert run_to_end(3, tmp_path / "stopped", *changes, "--continue") == expected
 
 
 def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
@@ -421,7 +421,7 @@ def test_testing_needs_no_training_strips(trained, data, tmp_path):
 
 def test_tiles_without_truth_are_translated_and_not_scored(trained, data, tmp_path, capfd):
     directory, _ = trained
-    whole = run_test(directory, tmp_path / "whole")[1]
+    expected = run_test(directory, tmp_path / "whole")[1]
     folder, setting = only_val(data, tmp_path)
     for path in folder.iterdir():
         strip = Image.open(path)
@@ -429,9 +429,9 @@ def test_tiles_without_truth_are_translated_and_not_scored(trained, data, tmp_pa
     scores, files = run_test(directory, tmp_path / "alone", setting)
     assert scores == {}
     assert "not scored: they are IHC tiles without truth" in capfd.readouterr().out
-    made = {name for name in whole if not name.endswith(("sheet.png", ".json"))}
-    assert files.keys() == {name for name in whole if name != "scores.json"}
-    assert all(files[name] == whole[name] for name in made)
+    made = {name for name in expected if not name.endswith(("sheet.png", ".json"))}
+    assert files.keys() == {name for name in expected if name != "scores.json"}
+    assert all(files[name] == expected[name] for name in made)
 
     Image.new("RGB", (64, 16)).save(folder / "zzz.png")
     with pytest.raises(WorkerFailedError, match=r"zzz\.png: expected a square IHC tile"):
@@ -458,7 +458,7 @@ def test_tiles_can_be_normalized_by_their_own_statistics(trained, tmp_path):
     torch.manual_seed(0)
     norm, features = TileNorm(3), torch.randn(2, 3, 5, 4)
     norm.eval()
-    alone = torch.cat([nn.BatchNorm2d(3)(one[None]) for one in features])
+    alone = torch.cat([nn.BatchNorm2d(3)(tile[None]) for tile in features])
     torch.testing.assert_close(norm(features), alone)
 
 

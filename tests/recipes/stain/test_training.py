@@ -12,12 +12,12 @@ def rates(epochs, l1=(), **settings):
     """Return each epoch's learning rate, from 1; `l1` are held-out distances after each."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make_scheduler(optimizer, OptimizerSettings(**settings), epochs)
-    found = []
+    epoch_rates = []
     for epoch in range(epochs):
-        found.append(optimizer.param_groups[0]["lr"])
+        epoch_rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         end_epoch(scheduler, l1[epoch] if l1 else None)
-    return found, optimizer.param_groups[0]["lr"]
+    return epoch_rates, optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ def rates(epochs, l1=(), **settings):
     ],
 )
 def test_rates_by_epoch(settings, expected):
-    found, after = rates(6, **settings)
-    assert found == pytest.approx(expected, abs=1e-3)
+    epoch_rates, after = rates(6, **settings)
+    assert epoch_rates == pytest.approx(expected, abs=1e-3)
     if settings.get("policy") != "step":
         assert after == pytest.approx(0, abs=1e-12)
 
 
 def test_a_plateau_is_found_in_evaluations_and_between_them_nothing_counts():
     l1 = [1.0, None, 0.995, None, 0.995, 0.5, 0.5, 0.5]  # less than 1% better does not count
-    found, after = rates(8, l1, policy="plateau", patience=1)
-    assert found == pytest.approx([1, 1, 1, 1, 1, 0.2, 0.2, 0.2])
+    epoch_rates, after = rates(8, l1, policy="plateau", patience=1)
+    assert epoch_rates == pytest.approx([1, 1, 1, 1, 1, 0.2, 0.2, 0.2])
     assert after == pytest.approx(0.04)
 
 

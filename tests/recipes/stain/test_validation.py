@@ -56,7 +56,7 @@ def test_scores_are_those_of_scikit_image_over_all_strips():
     strips = some_strips()
     made = torch.stack([made_of(strip, number, NOISE) for number, strip in enumerate(strips)])
     # [strips, tiles, H, W, 3]
-    mine, true = (
+    translated, true = (
         (tiles.movedim(2, -1).numpy().astype(np.float64) + 1) / 2 for tiles in (made, strips[:, 1:])
     )
 
@@ -71,21 +71,22 @@ def test_scores_are_those_of_scikit_image_over_all_strips():
             "use_sample_covariance": False,
         }
         similar = [
-            structural_similarity(true[i, number], mine[i, number], **settings)
+            structural_similarity(true[i, number], translated[i, number], **settings)
             for i in range(len(strips))
         ]
         # they differ at the borders
         assert scores[f"{name}_ssim"] == pytest.approx(np.mean(similar), abs=0.02)
         assert scores[f"{name}_psnr"] == pytest.approx(
-            peak_signal_noise_ratio(true[:, number], mine[:, number], data_range=1.0), rel=1e-5
+            peak_signal_noise_ratio(true[:, number], translated[:, number], data_range=1.0),
+            rel=1e-5,
         )
     assert scores["l1"] == pytest.approx(
         nn.functional.smooth_l1_loss(made, strips[:, 1:]).item(), rel=1e-5
     )
     for number, name in enumerate(("positive", "negative"), start=1):
-        there, found = (classes((seg + 1) / 2) == number for seg in (strips[:, 3], made[:, 2]))
+        truth, predicted = (classes((seg + 1) / 2) == number for seg in (strips[:, 3], made[:, 2]))
         assert scores[f"dice_{name}"] == pytest.approx(
-            (2 * (there & found).sum() / (there.sum() + found.sum())).item()
+            (2 * (truth & predicted).sum() / (truth.sum() + predicted.sum())).item()
         )
     assert scores["dice"] == pytest.approx((scores["dice_positive"] + scores["dice_negative"]) / 2)
 

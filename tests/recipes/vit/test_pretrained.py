@@ -54,8 +54,8 @@ def model(seed=0, **changes):
     return VisionTransformer(replace(SETTINGS, **changes))
 
 
-def equal(one, other, *, besides=()):
-    states = one.state_dict(), other.state_dict()
+def equal(model, other, *, besides=()):
+    states = model.state_dict(), other.state_dict()
     return all(
         torch.equal(states[0][name], states[1][name]) for name in states[0] if name not in besides
     )

@@ -230,7 +230,7 @@ def test_a_precision_of_the_run_scales_the_loss_like_the_setting(tmp_path):
     ):
         arguments = [*SMALL, *changes, "epochs=1", "--dir", str(directory)]
         run_workers(main, 1, arguments, environment=environment)
-    by_setting, by_flag = (load(list_snapshots(one)[-1]).state for one in directories)
+    by_setting, by_flag = (load(list_snapshots(directory)[-1]).state for directory in directories)
     assert by_setting["scaler"]["scale"] > 1
     assert fingerprint(by_flag) == fingerprint(by_setting)
 
@@ -276,13 +276,13 @@ def test_flags_that_contradict_each_other_are_an_error(arguments, message, capsy
 def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     demo.main([change for change in SMALL if "=" in change])
-    shown = capfd.readouterr().out
+    printed = capfd.readouterr().out
     for line in (
         "the same numbers, to the last bit",
         "predicted",
         "the same at every step: n=1, n=2",
     ):
-        assert line in shown
+        assert line in printed
 
 
 # The loss
@@ -298,7 +298,7 @@ def test_mixup_mixes_targets_as_images(size, mixup, seed):
     torch.manual_seed(seed)
     model, images, labels = Linear(4, 3), torch.randn(size, 1, 2, 2), torch.arange(size) % 3
     seen = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
 
     loss, _ = training_loss(model, (images, labels), mixup=mixup, cutmix=0.0, label_smoothing=0.1)
 
@@ -330,11 +330,14 @@ def test_cutmix_weighs_targets_by_pixels(seed, alpha):
     loss, _ = training_loss(model, (images, labels), mixup=0.0, cutmix=alpha, label_smoothing=0.0)
 
     targets = torch.stack(
-        [nn.functional.one_hot(labels, 3)[one.long().flatten()].float().mean(0) for one in seen[0]]
+        [
+            nn.functional.one_hot(labels, 3)[image.long().flatten()].float().mean(0)
+            for image in seen[0]
+        ]
     )  # each pixel counts for the class of the image that it is from
     expected = nn.functional.cross_entropy(model(seen[0]), targets)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
-    assert all(len(one.unique()) <= 2 for one in seen[0])
+    assert all(len(image.unique()) <= 2 for image in seen[0])
 
 
 def test_both_mixups_share_the_batches():

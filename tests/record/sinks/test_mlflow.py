@@ -40,11 +40,11 @@ def client(directory):
 
 def the_run(directory):
     """Return the only run of a directory's store."""
-    there = client(directory)
+    store = client(directory)
     (experiment,) = [
-        experiment for experiment in there.search_experiments() if experiment.name == "samestep"
+        experiment for experiment in store.search_experiments() if experiment.name == "samestep"
     ]
-    (run,) = there.search_runs([experiment.experiment_id])
+    (run,) = store.search_runs([experiment.experiment_id])
     return run
 
 
@@ -202,10 +202,10 @@ def test_the_tracking_uri_and_experiment_are_used(record, tmp_path, monkeypatch)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "elsewhere" / "mlflow").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     send_all("mlflow", tmp_path)
-    there = client(tmp_path / "elsewhere")
+    store = client(tmp_path / "elsewhere")
     assert (
-        there.get_run((tmp_path / "mlflow" / "run-id").read_text()).info.experiment_id
-        == there.get_experiment_by_name("mine").experiment_id
+        store.get_run((tmp_path / "mlflow" / "run-id").read_text()).info.experiment_id
+        == store.get_experiment_by_name("mine").experiment_id
     )
 
 

@@ -53,16 +53,16 @@ def test_scalars_have_steps_times_and_values(record, tmp_path):
     write_step(record, 0, loss=1 / 3, wrong=float("nan"))
     write_step(record, 1, loss=1e30, wrong=float("-inf"))
     send_all("tensorboard", tmp_path)
-    there = read(tmp_path)
-    assert there.Tags()["scalars"] == ["loss", "wrong"]
+    accumulator = read(tmp_path)
+    assert accumulator.Tags()["scalars"] == ["loss", "wrong"]
     assert (
         points(tmp_path, "loss")
         == expected(tmp_path, "loss")
         == [(0, float(np.float32(1 / 3))), (1, float(np.float32(1e30)))]
     )
     times = [event["time"] for event in read_history(tmp_path) if event["event"] == "scalars"]
-    assert [event.wall_time for event in there.Scalars("loss")] == times
-    assert [str(event.value) for event in there.Scalars("wrong")] == ["nan", "-inf"]
+    assert [event.wall_time for event in accumulator.Scalars("loss")] == times
+    assert [str(event.value) for event in accumulator.Scalars("wrong")] == ["nan", "-inf"]
 
 
 def test_images_are_copies_of_the_files(record, tmp_path):
@@ -85,16 +85,16 @@ def test_images_are_copies_of_the_files(record, tmp_path):
 
 def test_the_configuration_is_written_as_text_and_hyperparameters(record, tmp_path):
     send_all("tensorboard", tmp_path)
-    there = read(tmp_path)
-    (text,) = there.Tensors("config")
+    accumulator = read(tmp_path)
+    (text,) = accumulator.Tensors("config")
     assert "| lanes | 4 |" in text.tensor_proto.string_val[0].decode()
     assert "| dir | runs/<b>a\\|b</b> |" in text.tensor_proto.string_val[0].decode()
-    content = there.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
-    given = parse_session_start_info_plugin_data(content).hparams
+    content = accumulator.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    hyperparameters = parse_session_start_info_plugin_data(content).hparams
     assert (
-        given["lanes"].number_value,
-        given["timeout"].number_value,
-        given["dir"].string_value,
+        hyperparameters["lanes"].number_value,
+        hyperparameters["timeout"].number_value,
+        hyperparameters["dir"].string_value,
     ) == (4, 1.5, CONFIG["dir"])
 
 

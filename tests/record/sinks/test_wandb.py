@@ -75,15 +75,15 @@ def test_configuration_scalars_and_images_are_written(record, tmp_path):
     ended = start("samestep.record.exporter", tmp_path, "--to", "wandb")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == "wandb shows 'step' as 'metric/step', because the name is reserved\n"
-    there = Read(tmp_path)
+    stored = Read(tmp_path)
     assert {
-        name: value for update in there.all("config") for name, value in update["update"].items()
+        name: value for update in stored.all("config") for name, value in update["update"].items()
     } == CONFIG
     assert [
-        metric["step_metric"] for metric in there.all("metric") if metric.get("glob_name") == "*"
+        metric["step_metric"] for metric in stored.all("metric") if metric.get("glob_name") == "*"
     ] == ["step"]
-    assert [end.get("exit_code", 0) for end in there.all("exit")] == [0]
-    first, second, third, image = (row["item"] for row in there.all("history"))
+    assert [end.get("exit_code", 0) for end in stored.all("exit")] == [0]
+    first, second, third, image = (row["item"] for row in stored.all("history"))
     assert (first["step"], first["loss"], first["wrong"]) == (0, 1 / 3, "NaN")
     assert (second["step"], second["loss"], second["metric/step"]) == (1, 0.25, 5)
     assert third[ODD] == 1
@@ -92,7 +92,7 @@ def test_configuration_scalars_and_images_are_written(record, tmp_path):
         times[1:5], abs=1e-6
     )
     (file,) = (tmp_path / "images").iterdir()
-    kept = there.files[0].parent / "files" / image["cells.path"]
+    kept = stored.files[0].parent / "files" / image["cells.path"]
     assert (image["step"], image["cells.sha256"]) == (1, sha256(file.read_bytes()).hexdigest())
     assert kept.read_bytes() == file.read_bytes()
 
@@ -105,10 +105,10 @@ def test_a_resume_continues_the_same_run_and_a_failure_is_recorded(record, tmp_p
     record.event("failed", step=1)
     ended = send(tmp_path, 2)
     assert (ended.returncode, ended.stderr) == (0, "")
-    there = Read(tmp_path)
-    assert (len(there.files), len({run["run_id"] for run in there.all("run")})) == (2, 1)
-    assert there.losses() == [(0, 0.5), (1, 0.25)]
-    assert [end.get("exit_code", 0) for end in there.all("exit")] == [0, 1]
+    stored = Read(tmp_path)
+    assert (len(stored.files), len({run["run_id"] for run in stored.all("run")})) == (2, 1)
+    assert stored.losses() == [(0, 0.5), (1, 0.25)]
+    assert [end.get("exit_code", 0) for end in stored.all("exit")] == [0, 1]
 
 
 def test_rows_written_a_second_before_a_kill_are_stored(record, tmp_path):

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep.tools.doctor.system import (
-    UNLIMITED,
-    Case,
-    Folder,
-    Interface,
-    Memory,
-    Section,
-    Space,
-    System,
-)
+from samestep.tools.doctor.system import Case, Finding, Interface, Space, System
 
 GIGABYTE = 1 << 30
-DIRECTORY = Path("/runs/one")
-ETHERNET = Interface("eth0", up=True, megabits=10_000, addresses=["10.0.0.5", "fe80::1"])
-LOOPBACK = Interface("lo", up=True, megabits=None, addresses=["127.0.0.1"])
+ETHERNET = Interface("eth0", up=True, megabits=10_000)
+LOOPBACK = Interface("lo", up=True, megabits=None)
 LIMITS = {
     resource.RLIMIT_NOFILE: (65536, 65536),
     resource.RLIMIT_NPROC: (96343, 96343),
-    resource.RLIMIT_MEMLOCK: (UNLIMITED, UNLIMITED),
+    resource.RLIMIT_MEMLOCK: (None, None),
 }
 FILES = {
-    "proc/cpuinfo": "processor\t: 0\nmodel name\t: Abacus 8000\n",
     "proc/self/cgroup": "0::/\n",
     "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n",
-    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
 }
 
 
@@ -45,35 +33,27 @@ class FakeSystem(System):
         files: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         commands: Mapping[str, str] | None = None,
-        limits: Mapping[int, tuple[int | str, int | str]] | None = None,
-        memory: Memory | None = None,
+        limits: Mapping[int, tuple[int | None, int | None]] | None = None,
         interfaces: Sequence[Interface] = (ETHERNET, LOOPBACK),
         kind: str = "xfs",
         spaces: Mapping[str, Space] | None = None,
         lacking: Collection[str] = (),
-        folder: Folder | None = None,
+        writable: bool = True,
     ) -> None:
         super().__init__(environment or {}, root)
         for name, content in {**FILES, **(files or {})}.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(content)
         self._commands, self._limits = commands or {}, {**LIMITS, **(limits or {})}
-        self._memory = memory or Memory(64 * GIGABYTE, swap=0, swap_used=0)
         self._interfaces, self._lacking = interfaces, lacking
-        self._mounts, self._spaces = [("/", "ext4"), ("/runs", kind)], spaces or {}
-        self._folder = folder or Folder(DIRECTORY, writable=True, locks=True)
+        self._mounts, self._spaces = [("/", "ext4"), (str(root), kind)], spaces or {}
+        self._writable = writable
 
     def run(self, *command):
         return self._commands.get(" ".join(command))
 
-    def has_command(self, name):
-        return any(command.split()[0] == name for command in self._commands)
-
-    def cores(self):
-        return 12, 8
-
-    def memory(self):
-        return self._memory
+    def usable_cores(self):
+        return 8
 
     def process_limits(self, kind):
         return self._limits[kind]
@@ -91,10 +71,10 @@ class FakeSystem(System):
         return self._mounts
 
     def space(self, path):
-        return self._spaces.get(path, Space(100 * GIGABYTE, 50 * GIGABYTE, 1_000_000))
+        return self._spaces.get(path, Space(100 * GIGABYTE, 50 * GIGABYTE))
 
-    def folder(self, path):
-        return self._folder
+    def is_writable(self, directory):
+        return self._writable
 
 
 def case_of(
@@ -106,13 +86,17 @@ def case_of(
     **system: Any,
 ) -> Case:
     """Return a run of 2 workers on a healthy machine with 8 cores, except for what is given."""
-    return Case(FakeSystem(root, **system), DIRECTORY, workers, torch or {}, failure)
+    return Case(FakeSystem(root, **system), root / "run", workers, torch or {}, failure)
 
 
-def findings(section: Section, severity: str) -> str:
-    """Return the findings of a severity, each with its fix, or "" if there is none."""
-    return "\n".join(
-        f"{finding.text} {finding.fix}"
-        for finding in section.findings
-        if finding.severity == severity
-    )
+def results(check: Callable[[Case], Iterator[Finding]], case: Case) -> list[tuple[str, str]]:
+    """Return the severity of each finding, and its text with the fix."""
+    return [(finding.severity, f"{finding.text} {finding.fix}".strip()) for finding in check(case)]
+
+
+def only_result(
+    check: Callable[[Case], Iterator[Finding]], root: Path, **options: Any
+) -> tuple[str, str]:
+    """Return the only finding of a check on a machine with these options, ("", "") without one."""
+    (result,) = results(check, case_of(root, **options)) or [("", "")]
+    return result

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from zlib import crc32
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.doctor import as_text, default_workers, examine
-from samestep.tools.doctor.system import Case, Folder, Interface, Memory, Space, System
-from tests.tools.doctor.fake_system import DIRECTORY, FILES
+from samestep.tools.doctor.command import as_text, default_workers, examine
+from samestep.tools.doctor.system import Case, Interface, Space, System
+from tests.tools.doctor.fake_system import FILES
 from tests.tools.doctor.test_software import TWO_GPUS
 
 WORDS = st.sampled_from(
     [
         *("max", "-1", "0", "9" * 30, "²", "0-", ":", "\0", "[", "1,2", ", "),
-        *("MemTotal:", "MemAvailable: 9", "GPU0"),
+        *("MemTotal:", "MemAvailable: 9"),
     ]
 )
 GARBAGE = st.lists(WORDS | st.text(max_size=5), max_size=8).map(" ".join)
@@ -29,14 +30,12 @@ TEXTS = (
 )
 NAMES = st.text(min_size=1, max_size=4) | st.just("eth0")
 SIZES = st.integers(0, 9)
-INTERFACES = st.builds(
-    Interface, NAMES, st.booleans(), st.none() | SIZES, st.lists(GARBAGE, max_size=1)
-)
-LIMITS = st.integers(0, 9) | st.just("unlimited")
+INTERFACES = st.builds(Interface, NAMES, st.booleans(), st.none() | SIZES)
+LIMITS = st.none() | st.integers(0, 9)
 VARIABLES = [
     *("SAMESTEP_THREADS", "SAMESTEP_LANES", "SAMESTEP_REMOTE", "OMP_NUM_THREADS"),
     *("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "KUBERNETES_SERVICE_HOST"),
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"),
 ]
 
 
@@ -47,12 +46,11 @@ class RandomSystem(System):
         super().__init__(draw(st.dictionaries(st.sampled_from(VARIABLES), GARBAGE, max_size=4)))
         self._texts = draw(st.lists(TEXTS, min_size=1, max_size=8))
         self._names = draw(st.lists(NAMES, max_size=3))
-        self._memory = draw(st.none() | st.builds(Memory, SIZES, SIZES, SIZES))
         self._limits = draw(st.tuples(LIMITS, LIMITS))
         self._interfaces = draw(st.lists(INTERFACES, max_size=3))
         self._towards = draw(st.none() | st.just("eth0"))
         self._mounts = draw(st.lists(st.tuples(st.just("/") | GARBAGE, GARBAGE), max_size=3))
-        self._space = draw(st.none() | st.builds(Space, SIZES, SIZES, st.none() | SIZES))
+        self._space = draw(st.none() | st.builds(Space, SIZES, SIZES))
 
     def text(self, path):
         return self._texts[crc32(path.encode()) % len(self._texts)]
@@ -62,9 +60,6 @@ class RandomSystem(System):
 
     def run(self, *command):
         return self.text(" ".join(command))
-
-    def memory(self):
-        return self._memory
 
     def process_limits(self, kind):
         return self._limits
@@ -81,13 +76,13 @@ class RandomSystem(System):
     def space(self, path):
         return self._space
 
-    def folder(self, path):
-        return Folder(path, writable=self._space is not None, locks=None)
+    def is_writable(self, directory):
+        return self._space is not None
 
 
 @given(st.data())
 def test_any_machine_is_examined(data):
     system = RandomSystem(data.draw)
-    sections = examine(Case(system, DIRECTORY, default_workers(system)))
-    assert "\n" in as_text(sections, verbose=True)
-    assert json.loads(json.dumps([asdict(section) for section in sections]))
+    findings = examine(Case(system, Path("/runs/one"), default_workers(system)))
+    assert "\n" in as_text(findings, verbose=True)
+    assert json.loads(json.dumps([asdict(finding) for finding in findings]))

@@ -1,46 +1,31 @@
 from __future__ import annotations
 
-import os
-import signal
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
-from samestep.tools import doctor
-from samestep.tools.doctor.probe import LARGE_FILE, describe_torch, measure_disk, query_cuda
-from tests.workers import run_workers
+from samestep.tools.doctor.probe import describe_torch, measure_disk
 
 
-def test_torch_is_described_by_version_and_backends():
+def test_torch_is_described_by_its_version_and_build():
     report = describe_torch()
-    assert report["version"] == torch.__version__
-    assert "gloo" in report["backends"]
-    assert report["threads"] == 1
+    assert (report["version"], report["cuda_build"]) == (torch.__version__, torch.version.cuda)
 
 
-def test_gpus_are_queried_in_a_child_process():
-    def body():
-        return query_cuda(), torch.cuda.is_initialized()
-
-    # conftest hides the GPUs of this machine
-    assert run_workers(body, 1) == [({"devices": [], "peers": [], "nccl": None}, False)]
-
-
-def test_a_driver_that_crashes_the_child_process_gives_no_report():
-    def body():
-        torch.cuda.is_available = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        return query_cuda()
-
-    assert run_workers(body, 1) == [None]
+def test_a_quick_probe_only_imports_torch_and_counts_gpus(tmp_path):
+    command = ["-m", "samestep.tools.doctor.probe", str(tmp_path), "--quick", "--gpus"]
+    report = json.loads(subprocess.check_output([sys.executable, *command]))
+    assert report["gpus"] == 0  # conftest hides the GPUs of this machine
+    assert report.keys() == {"import_seconds", "version", "cuda_build", "gpus"}
 
 
 def test_a_disk_is_measured_and_left_clean(tmp_path):
-    found = {name: (times, nbytes) for name, times, nbytes in measure_disk(tmp_path, quick=True)}
-    assert found[doctor.WRITE][1] == found["file read, not cached"][1] == LARGE_FILE
-    assert doctor.SYNC in found
-    assert all(seconds > 0 for times, _ in found.values() for seconds in times)
+    assert measure_disk(tmp_path) > 0
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_takes_no_files_is_not_measured():
-    assert measure_disk(Path("/proc/sys/kernel"), quick=True) == []
+    assert measure_disk(Path("/proc/sys/kernel")) is None

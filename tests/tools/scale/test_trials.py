@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import samestep as ss
 from samestep.snapshot.read import inspect, list_snapshots
-from samestep.tools.scale.model import PARTS, StepTiming
+from samestep.tools.scale.timing import PARTS, StepTiming
 from samestep.tools.scale.trials import (
     Trial,
     Workload,
     fit_memory,
-    parameters_of,
+    parameter_bytes,
     read_workload,
 )
 from tests import jobs
@@ -49,28 +49,25 @@ PARAMETER_BYTES = 4 * (64 * 100 + 100 + 100 * 10 + 10)
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_optimizer_state_shows_the_trained_parameters_and_sharding(shard, tmp_path):
+def test_optimizer_state_shows_the_trained_parameters(shard, tmp_path):
     manifest = _train(torch.optim.AdamW, tmp_path, 2, shard=shard)
-    assert parameters_of(manifest) == (PARAMETER_BYTES, shard)
-    two, one = (
-        {**STARTED, "workers": [{"rank": rank} for rank in range(workers)]} for workers in (2, 1)
-    )
-    assert read_workload([two], manifest).sharded is shard
-    assert read_workload([one], manifest).sharded is None
-    assert read_workload([two], manifest).batch_size == 12
-    assert read_workload([two, {"event": "loop", "batch_size": 48}], manifest).batch_size == 48
+    assert parameter_bytes(manifest) == PARAMETER_BYTES
+    loop = {"event": "loop", "batch_size": 12}
+    assert read_workload([STARTED, loop], manifest) == Workload(4, PARAMETER_BYTES, 12, "cpu", 1)
+    stream = {"event": "loop", "batch_size": None}
+    assert read_workload([STARTED, stream], manifest).batch_size is None
 
 
 def test_parameters_are_those_of_the_model_if_the_optimizer_has_no_state(tmp_path):
     manifest = _train(
         lambda parameters: torch.optim.SGD(parameters, lr=0.1), tmp_path, 1, shard=False
     )
-    assert parameters_of(manifest) == (PARAMETER_BYTES, False)
+    assert parameter_bytes(manifest) == PARAMETER_BYTES
 
 
 def _trial(lanes, peak_bytes, *, batch_size=64, nbytes=1000):
     timing = StepTiming(1.0, dict.fromkeys(PARTS, 0.0), 0.0)
-    return Trial(1, timing, peak_bytes, Workload(lanes, nbytes, batch_size, "cpu", 1, None))
+    return Trial(1, timing, peak_bytes, Workload(lanes, nbytes, batch_size, "cpu", 1))
 
 
 @given(
@@ -104,5 +101,5 @@ def test_the_line_through_two_lane_batches_gives_the_largest_that_fits(
     [(64, 1_000_500), (None, 500_000), (1, 500_000), (64, 100_000)],
 )
 def test_no_line_without_growth_or_batch_size_or_below_zero(batch_size, more_lanes_bytes):
-    one = _trial(2, 1_000_000, batch_size=batch_size)
-    assert fit_memory(one, _trial(4, more_lanes_bytes, batch_size=batch_size)) is None
+    trial = _trial(2, 1_000_000, batch_size=batch_size)
+    assert fit_memory(trial, _trial(4, more_lanes_bytes, batch_size=batch_size)) is None

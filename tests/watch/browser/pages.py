@@ -111,9 +111,9 @@ class Page:
     def open(self, *runs: str, **chosen: Any) -> Page:
         """Show the curves of runs and the first run in the other panels, with further choices."""
         self.driver.get("about:blank")
-        shown = [("shown", run) for run in runs]
+        shown_runs = [("shown", run) for run in runs]
         self.driver.get(
-            f"{self.server.address}#{urlencode([('run', runs[0]), *shown, *chosen.items()])}"
+            f"{self.server.address}#{urlencode([('run', runs[0]), *shown_runs, *chosen.items()])}"
         )
         self.run("window.opened = true")
         self.until("return document.getElementById('run-name')")
@@ -135,12 +135,12 @@ class Page:
     def until(self, script: str, *arguments: Any) -> Any:
         """Wait until a script returns a true value, and return it. Raises `TimeoutError`."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (found := self.run(script, *arguments)):
+        while not (value := self.run(script, *arguments)):
             if time.monotonic() > deadline:
                 body = self.text("body")
                 raise TimeoutError(f"timed out: {script} {arguments}\n{body}")
             time.sleep(0.01)
-        return found
+        return value
 
     def element(self, selector: str) -> Any:
         """Wait until an element is shown, and return it."""
@@ -180,8 +180,8 @@ class Page:
     def wait_for(self, expected: Any, script: str, *arguments: Any) -> None:
         """Wait until a script returns a value. Raises `AssertionError` with another one."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while (found := self.run(script, *arguments)) != expected:
-            assert time.monotonic() < deadline, f"expected {expected}, got {found}"
+        while (value := self.run(script, *arguments)) != expected:
+            assert time.monotonic() < deadline, f"expected {expected}, got {value}"
             time.sleep(0.05)
 
     def collect_drawn_texts(self) -> None:

@@ -78,10 +78,10 @@ def started(directory: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]
         yield process
 
 
-def wait_for(directory: Path, found: Callable[[dict[str, Any]], bool]) -> None:
+def wait_for(directory: Path, matches: Callable[[dict[str, Any]], bool]) -> None:
     """Wait until the record has an event. Raises `TimeoutError`."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (directory.exists() and any(found(event) for event in events(directory))):
+    while not (directory.exists() and any(matches(event) for event in events(directory))):
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {TIMEOUT_SECONDS:g} s for an event in {directory}")
         time.sleep(0.2)

@@ -390,8 +390,8 @@ def test_a_report_is_self_contained(run, page, tmp_path):
         top = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
         assert 0 < page.run(top) <= 200
         assert page.text("#banner") == ""
-    own = ("data:", "chrome", file.as_uri())  # the browser opens its own pages, too
-    assert [url for url in page.requests() if not url.startswith(own)] == []
+    own_addresses = ("data:", "chrome", file.as_uri())  # the browser opens its own pages, too
+    assert [url for url in page.requests() if not url.startswith(own_addresses)] == []
 
 
 ANSWERS = (
@@ -432,17 +432,17 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
     after = [scalars(step, loss=value) for step, value in values.items() if step >= 3]
     append(run, *before, started(3, kind="resumed"), *after, {"event": "finished", "step": 5})
 
-    def shown():
+    def read_page():
         page.points("loss", len(values))
         page.until("return document.querySelector('.answer').innerText.includes('@2')")
         places = "[data-figure=step] dd", "[data-scalar=loss] .readout", "[data-scalar=loss] .best"
         return (*map(page.text, places), page.run(ANSWERS)[0])
 
     page.open(run.name)
-    on_page = shown()
+    on_page = read_page()
     assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@2")
     open_report(page, run, tmp_path)
-    assert shown() == on_page
+    assert read_page() == on_page
     figures = []
     monkeypatch.setattr(plot, "_save", lambda figure, _: figures.append(figure))
     parser = argparse.ArgumentParser()
@@ -488,14 +488,14 @@ def test_an_option_and_a_setting_of_the_same_name_are_both_shown(run, page):
         "return Object.fromEntries([...document.querySelectorAll(`#${arguments[0]} [data-key]`)]"
         ".map((row) => [row.dataset.key, row.cells[1].textContent]))"
     )
-    own = {"seed": "3", "timeout": "5", "command": "go"}
+    own_settings = {"seed": "3", "timeout": "5", "command": "go"}
     options = {"samestep.seed": "7", "samestep.command": "python train.py"}
-    page.wait_for({**own, **options, "hosts": "here"}, values, "config")
+    page.wait_for({**own_settings, **options, "hosts": "here"}, values, "config")
     assert page.run(values, "defaults") == {"samestep.timeout": "120"}
     page.open(run.name, tab="settings", versus=other.name)
     rows = "[...document.querySelectorAll('#config [data-differs]')]"
     differing = f"return {rows}.map((one) => one.dataset.key)"
-    page.wait_for([*own, *options], differing)
+    page.wait_for([*own_settings, *options], differing)
 
 
 OUTSIDE = (

@@ -120,8 +120,8 @@ def test_few_shown_runs_have_distinct_colors_among_many(run, page):
     for number, folder in enumerate(runs):
         append(folder, {**started(), "time": 1.0 + number}, *losses(0, 1))
     page.wait_for_run(runs[-1].name)
-    for shown in ((0, 7, 14, 21), (7, 0), (1, 8, 2, 9, 3, 10, 4)):
-        names = [runs[number].name for number in shown]
+    for numbers in ((0, 7, 14, 21), (7, 0), (1, 8, 2, 9, 3, 10, 4)):
+        names = [runs[number].name for number in numbers]
         page.open(*names).points("loss", 2 * len(names))
         looks = page.run(KEYS)
         assert len({looks[name].split(")")[0] for name in names}) == len(names)
@@ -185,11 +185,11 @@ def test_images_of_two_runs_are_side_by_side_at_the_step_of_the_address(run, pag
         ".filter((one) => one.naturalWidth).map((one) => one.alt)) === JSON.stringify(arguments[1])"
     )
     cells = "[data-image=cells]"
-    page.until(alts, cells, [f"cells at step 1 of {one.name}" for one in (run, other)])
+    page.until(alts, cells, [f"cells at step 1 of {folder.name}" for folder in (run, other)])
     page.until(alts, "[data-image=alone]", [f"alone at step 1 of {run.name}"])
     assert "no image of this name" in page.text("[data-image=alone]")
     page.element("#image-step").send_keys(Keys.HOME)
-    first = [f"cells at step 0 of {one.name}" for one in (run, other)]
+    first = [f"cells at step 0 of {folder.name}" for folder in (run, other)]
     page.until(alts, cells, first)
     page.until("return location.hash.includes('image=0')")
     page.driver.refresh()

@@ -62,9 +62,8 @@ def test_an_appended_point_is_drawn_without_a_reload(run, page):
         append(run, *losses(step))
         page.points("loss", step + 1)
         seconds.append(time.monotonic() - begin)
-    sys.stdout.write(
-        f"seconds until an appended point was drawn: {', '.join(f'{one:.2f}' for one in seconds)}\n"
-    )
+    delays = ", ".join(f"{delay:.2f}" for delay in seconds)
+    sys.stdout.write(f"seconds until an appended point was drawn: {delays}\n")
     assert page.newest("loss") == "0.1538"
     assert page.was_loaded_once()
 
@@ -110,15 +109,15 @@ def test_the_page_reconnects_to_a_restarted_server(run, page):
     port = free_port()
     append(run, *losses(*range(3)))
     with serving(run.parent, port=port) as server:
-        own = Page(page.driver, server).open(run.name)
-        own.points("loss", 3)
-        own.until("return document.getElementById('connection').dataset.state === 'live'")
-    own.until("return document.getElementById('connection').dataset.state === 'lost'")
+        own_page = Page(page.driver, server).open(run.name)
+        own_page.points("loss", 3)
+        own_page.until("return document.getElementById('connection').dataset.state === 'live'")
+    own_page.until("return document.getElementById('connection').dataset.state === 'lost'")
     append(run, *losses(3))
     with serving(run.parent, port=port):
-        own.until("return document.getElementById('connection').dataset.state === 'live'")
-        own.points("loss", 4)
-        assert own.was_loaded_once()
+        own_page.until("return document.getElementById('connection').dataset.state === 'live'")
+        own_page.points("loss", 4)
+        assert own_page.was_loaded_once()
         page.driver.get("about:blank")
     # no connection for a while
     assert all("ERR_" in error for error in page.errors())
@@ -199,7 +198,7 @@ def test_versions_and_hosts_of_two_runs_are_compared(place, page, names):
         "return [...document.querySelectorAll('#config tbody tr')].map((row) =>"
         " [row.dataset.key, ...[...row.cells].slice(1).map((cell) => cell.textContent)])"
     )
-    values = {key: found for key, *found in rows}
+    values = {key: cells for key, *cells in rows}
     assert values["hosts"] == ["one", "two"]
     assert values["environment.torch"] == ["2.6.0", "2.13.0"]
     assert values["environment.numpy"] == ["2.4.6", "2.4.6"]
@@ -237,39 +236,43 @@ def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
 
 
 def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
-    one, other = (place / next(names) for _ in range(2))
-    append(one, *losses(0, 1))
+    first, other = (place / next(names) for _ in range(2))
+    append(first, *losses(0, 1))
     append(other, *losses(0, 1))
-    page.open(one.name).points("loss", 2)
+    page.open(first.name).points("loss", 2)
     page.element("#edit-notes").click()
     page.element("#tags-text").send_keys("base, <b>x</b> base")
     page.element("#note-text").send_keys("<i>diverged</i>")
-    append(one, *losses(2))  # news do not close the form
+    append(first, *losses(2))  # news do not close the form
     page.points("loss", 3)
     page.element("#save-notes").click()
     page.until("return document.getElementById('said')?.innerText === '<i>diverged</i>'")
     tags = "return [...document.querySelectorAll('#tags .tag')].map((tag) => tag.textContent)"
     assert page.run(tags) == ["base", "<b>x</b>"]
-    written = json.loads((one / "notes.json").read_text())
+    written = json.loads((first / "notes.json").read_text())
     assert written == {"format": 1, "tags": ["base", "<b>x</b>"], "note": "<i>diverged</i>"}
     (other / "notes.json").write_text('{"format": 1, "tags": ["baseline"], "note": ""}')
     page.element("#tags .tag").click()
     rows = "return [...document.querySelectorAll('#runs-table tbody tr')].map((r) => r.dataset.run)"
-    page.until(f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{one.name}"]')
+    page.until(
+        f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{first.name}"]'
+    )
     assert "filter=tag%3Dbase" in page.run("return location.hash")
-    page.open(one.name, tab="table", filter="diverged")
-    page.until(f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{one.name}"]')
+    page.open(first.name, tab="table", filter="diverged")
+    page.until(
+        f"return JSON.stringify((() => {{ {rows} }})()) === arguments[0]", f'["{first.name}"]'
+    )
 
-    page.open(one.name).points("loss", 3)
+    page.open(first.name).points("loss", 3)
     page.element("#edit-notes").click()
-    (one / "notes.json").write_text('{"format": 1, "tags": ["theirs"], "note": ""}')
+    (first / "notes.json").write_text('{"format": 1, "tags": ["theirs"], "note": ""}')
     page.element("#note-text").send_keys(" at step 2")
     page.element("#save-notes").click()
     alert = "return document.querySelector('#note [role=alert]').textContent"
     assert "changed in the meantime" in page.until(alert)
     typed = "return document.getElementById('note-text').value"
     assert page.run(typed) == "<i>diverged</i> at step 2"  # nothing is lost
-    assert "theirs" in (one / "notes.json").read_text()
+    assert "theirs" in (first / "notes.json").read_text()
     assert all("409" in error for error in page.errors())
     (other / "notes.json").write_text("{")
     page.open(other.name).points("loss", 2)

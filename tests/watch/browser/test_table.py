@@ -51,9 +51,9 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
 
 def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(3)]
-    for one, length, age in zip(runs, (50, 5, 500), (1000, 3000, 2000), strict=True):
+    for folder, length, age in zip(runs, (50, 5, 500), (1000, 3000, 2000), strict=True):
         events = started(), {"event": "finished", "step": 0}
-        write(one, *events, start=time.time() - age - length, seconds=length)
+        write(folder, *events, start=time.time() - age - length, seconds=length)
     first, second, third = runs
     page.open(run.name, tab="table", filter=f"{run.name}-")
     wait_for_rows(page, first, third, second)

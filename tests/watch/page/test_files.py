@@ -80,18 +80,18 @@ def test_html_has_no_inline_styles_or_scripts(page):
 
 def test_all_files_exist_and_are_used(page):
     used = {"index.html"} | {
-        (given.get("src") or given.get("href") or "").removeprefix("page/")
-        for tag, given in page.elements
+        (attributes.get("src") or attributes.get("href") or "").removeprefix("page/")
+        for tag, attributes in page.elements
         if tag != "a"
     } - {""}
-    found = [name for name in used if name.endswith(".js")]
-    while found:
-        imported = set(re.findall(r'from "\./([\w.]+)"', (PAGE / found.pop()).read_text())) - used
+    pending = [name for name in used if name.endswith(".js")]
+    while pending:
+        imported = set(re.findall(r'from "\./([\w.]+)"', (PAGE / pending.pop()).read_text())) - used
         used |= imported
-        found += imported
-    there = {path.name for path in PAGE.iterdir()}
-    assert used <= there
-    assert there - used == {"uPlot-1.6.32.LICENSE.txt"}
+        pending += imported
+    existing = {path.name for path in PAGE.iterdir()}
+    assert used <= existing
+    assert existing - used == {"uPlot-1.6.32.LICENSE.txt"}
 
 
 def test_the_license_file_names_the_version_of_the_library():
@@ -140,9 +140,9 @@ def colors(theme):
     return {"light": light, "dark": light | dark, "dark by the system": light | system}[theme]
 
 
-def contrast(one, other):
+def contrast(first, second):
     """Return the contrast of two colors, 1 to 21, as WCAG 2.2 defines it."""
-    bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
+    bright, dim = sorted((luminance(first), luminance(second)), reverse=True)
     return (bright + 0.05) / (dim + 0.05)
 
 

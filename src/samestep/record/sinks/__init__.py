@@ -119,14 +119,14 @@ def _import(option: str, form: str, description: str, name: str) -> Callable[...
     if (folder := str(Path.cwd())) not in sys.path:  # only python -m searches it
         sys.path.append(folder)
     try:
-        found: Any = reduce(getattr, path.split("."), import_module(module))
+        imported: Any = reduce(getattr, path.split("."), import_module(module))
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"`
         expected = f"{option} must name an importable {form}"
         raise ConfigError(f"{expected}, got {name!r}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        kind = type(found).__name__
+    if not callable(imported):
+        kind = type(imported).__name__
         raise ConfigError(f"{option} must name {description}, got {name!r}, which is a {kind}")
-    return cast("Callable[..., Any]", found)
+    return cast("Callable[..., Any]", imported)
 
 
 class SinkAdapter(Destination):

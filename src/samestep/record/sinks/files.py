@@ -80,10 +80,10 @@ class StorageDestination(_FileDestination):
         with self._file.open("rb") as file:
             sample = file.read(SAMPLE_BYTES)
             size = file.seek(0, 2)
-        known = min(len(sample), chunks[0].end) if end else 0
-        if not known:
+        compared = min(len(sample), chunks[0].end) if end else 0
+        if not compared:
             return not end
-        return end <= size and self._storage.read(chunks[0].path, 0, known) == sample[:known]
+        return end <= size and self._storage.read(chunks[0].path, 0, compared) == sample[:compared]
 
     def send(self, offset: int, lines: bytes) -> None:
         """Write the images, and then the lines as a chunk."""

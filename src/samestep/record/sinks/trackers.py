@@ -87,15 +87,15 @@ class MlflowSink:
     def _open_run(self, file: Path, name: str) -> Any:
         from mlflow.exceptions import MlflowException
 
-        if file.exists() and (known := file.read_text()):
+        if file.exists() and (run_id := file.read_text()):
             try:
-                return self._client.get_run(known)
+                return self._client.get_run(run_id)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        found = self._client.get_experiment_by_name(title)
-        experiment = found.experiment_id if found else self._client.create_experiment(title)
+        existing = self._client.get_experiment_by_name(title)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(title)
         run = self._client.create_run(experiment, run_name=name)
         file.write_text(run.info.run_id)
         return run
@@ -185,8 +185,8 @@ class WandbSink:
         except ImportError as error:
             raise package_error("wandb") from error
         self._wandb: Any = wandb
-        known = wandb.Settings.model_fields
-        settings = wandb.Settings(**{key: _SETTINGS[key] for key in _SETTINGS if key in known})
+        available = wandb.Settings.model_fields
+        settings = wandb.Settings(**{key: _SETTINGS[key] for key in _SETTINGS if key in available})
         wandb.setup(settings)
         self._run: Any = wandb.init(
             id=_run_id(folder / RUN_FILE),
@@ -237,8 +237,8 @@ class WandbSink:
 
 
 def _run_id(file: Path) -> str:
-    if file.exists() and (known := file.read_text()):
-        return known
+    if file.exists() and (run_id := file.read_text()):
+        return run_id
     new = secrets.token_hex(8)
     file.write_text(new)
     return new
@@ -311,16 +311,16 @@ class TensorBoardSink:
 
     def _valid_events(self, step: int, until: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events of a step before the event `until`, without superseded ones."""
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         for event in read_events(self._directory):
             kind = event.get("event")
             if kind in STARTS:
-                found = [each for each in found if step_position(each) <= valid_until(event)]
+                events = [each for each in events if step_position(each) <= valid_until(event)]
             if (kind, event.get("time")) == (until["event"], until["time"]):
                 break
             if kind in STEP_EVENTS and event.get("step") == step:
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
     def _write_config(self, event: Mapping[str, Any]) -> None:
         config = {

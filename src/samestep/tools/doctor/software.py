@@ -1,131 +1,51 @@
-"""Checks of Python packages, samestep's variables, and GPUs as the driver and torch see them."""
+"""Checks of torch, samestep's variables, and GPUs as the driver and torch see them."""
 
 from __future__ import annotations
 
-import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, requires, version
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from itertools import combinations
-from typing import Any, Final
+from typing import Final
 
-from samestep.config import PREFIX, TOKEN, is_url, merge
+from samestep.cluster import find_process
+from samestep.config import merge
 from samestep.errors import ConfigError
-from samestep.tools import some, whole_number
-from samestep.tools.doctor.system import Case, Finding, Section, System, good, note, problem
+from samestep.tools import counted, whole_number
+from samestep.tools.doctor.system import Case, Finding, System, good, note, problem
 
-INTERNAL: Final = f"{PREFIX}INTERNAL_"
-CORE_EXTRAS: Final = ("images", "metrics", "remote", "s3", "kubernetes", "watch", "plot")
-EXTRAS: Final = (*CORE_EXTRAS, "tensorboard", "mlflow", "wandb")
-_FIELDS: Final = "index,name,memory.total,memory.used,driver_version"
+_FIELDS: Final = "index,memory.total,memory.used"
 GPU_QUERY: Final = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
-MEBIBYTE: Final = 1 << 20
-_REQUIREMENT: Final = re.compile(r"""([\w.-]+)(?:\[([^\]]*)\])?.*?extra\s*==\s*["']([^"']+)["']""")
-_CONTROL: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def examine_software(case: Case) -> Section:
-    """Report versions, extras and samestep's variables."""
-    torch, environment, missing = case.torch, case.system.environment, missing_by_extra()
-    facts: dict[str, Any] = {
-        "host": platform.node(),
-        "kernel": platform.release(),
-        "samestep": _version("samestep"),
-        "python": platform.python_version(),
-        "torch": torch.get("version") or _version("torch"),
-        "torch_cuda": torch.get("cuda_build", "none") or "none" if torch else None,
-        "torch_backends": torch.get("backends"),
-        "numpy": _version("numpy"),
-        "extras": {
-            extra: f"missing {', '.join(packages)}" if packages else "installed"
-            for extra, packages in missing.items()
-        },
-        "variables": {
-            name: "set" if name == TOKEN else environment[name]  # never the secret itself
-            for name in sorted(environment)
-            if name.startswith(PREFIX) and not name.startswith(INTERNAL)
-        },
-    }
-    findings = [*_check_torch(case), *_check_variables(environment, missing)]
-    return Section("software", facts, findings)
-
-
-def missing_by_extra() -> dict[str, list[str]]:
-    """Return the packages that are not installed, for each extra of samestep."""
-    try:
-        lines = requires("samestep") or []
-    except PackageNotFoundError:  # samestep runs from its source tree
-        lines = []
-    needed: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
-    for line in lines:
-        if (match := _REQUIREMENT.match(line)) and match[3] in needed:
-            package, extras, extra = match.groups()
-            needed[extra] += extras.split(",") if package == "samestep" and extras else [package]
-    missing = {}
-    for extra, names in needed.items():
-        packages = [package for name in names for package in needed.get(name, [name])]
-        missing[extra] = [package for package in packages if _version(package) is None]
-    return missing
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _check_torch(case: Case) -> Iterator[Finding]:
-    backends = case.torch.get("backends", ())
+def check_torch(case: Case) -> Iterator[Finding]:
+    """Report a torch that cannot be imported."""
     if case.failure:
         yield problem(
             f"torch could not be tested: {case.failure}.",
             "python -c 'import torch.distributed' shows more; pip install torch",
         )
-    elif case.torch and "gloo" not in backends:
-        yield problem(
-            "this torch has no gloo backend, which workers on several hosts need.",
-            "pip install torch, from PyPI or pytorch.org",
-        )
     elif case.torch:
-        yield good(f"torch {case.torch.get('version')} has {', '.join(backends)}")
+        yield good(f"torch {case.torch['version']} can be imported")
 
 
-def _check_variables(
-    environment: Mapping[str, str], missing: Mapping[str, Sequence[str]]
-) -> Iterator[Finding]:
-    try:
-        config = merge({}, environment)
-    except ConfigError as error:
-        yield problem(f"samestep.init would fail: {error}.", "correct or unset that variable")
-        return
-    remote = [text for text in (config.remote, config.resume) if text is not None and is_url(text)]
-    extra = "s3" if any(text.startswith("s3:") for text in remote) else "remote"
-    if remote and missing[extra]:
-        yield problem(
-            f"a variable is set to {remote[0]}, which needs {', '.join(missing[extra])}.",
-            f'pip install "samestep[{extra}]"',
-        )
-    if extras := [name for name, packages in missing.items() if packages]:
-        yield note(
-            f"some extras are not installed: {', '.join(extras)}.",
-            f'pip install "samestep[{",".join(extras)}]", or only those that you need',
-        )
+def check_variables(case: Case) -> Iterator[Finding]:
+    """Report options and variables of launchers that `samestep.init` would reject."""
+    for read in (partial(merge, {}), find_process):
+        try:
+            read(case.system.environment)
+        except ConfigError as error:
+            yield problem(f"samestep.init would fail: {error}.", "correct or unset these variables")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the driver reports, whether or not torch can see it."""
+    """A GPU that the driver reports, whether or not torch can see it. Sizes are in MiB."""
 
     index: int
-    name: str
-    memory_bytes: int | None
-    used_bytes: int | None
-    driver: str
+    memory: int | None
+    used: int | None
 
 
 def find_gpus(system: System) -> list[Gpu]:
@@ -133,84 +53,31 @@ def find_gpus(system: System) -> list[Gpu]:
     lines = (system.run(*GPU_QUERY) or "").splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     return [
-        Gpu(int(row[0]), row[1], _mebibytes(row[2]), _mebibytes(row[3]), row[4])
+        Gpu(int(row[0]), whole_number(row[1]), whole_number(row[2]))
         for row in rows
-        if len(row) == 5 and row[0].isdecimal()
+        if len(row) == 3 and row[0].isdecimal()
     ]
 
 
-def _mebibytes(text: str) -> int | None:
-    return None if (count := whole_number(text)) is None else MEBIBYTE * count
-
-
-def examine_gpus(case: Case) -> Section:
-    """Report GPUs and how they are linked."""
-    gpus, cuda, system = find_gpus(case.system), case.torch.get("cuda"), case.system
-    facts: dict[str, Any] = {"gpus": [asdict(gpu) for gpu in gpus]}
+def check_gpus(case: Case) -> Iterator[Finding]:
+    """Report GPUs that torch does not see, that are in use, or that are too few."""
+    gpus, seen = find_gpus(case.system), case.torch.get("gpus")
     if not gpus:
-        silent = note(
-            "this host has a GPU, but nvidia-smi does not respond.",
-            "nvidia-smi shows the reason; containers need docker run --gpus all",
-        )
-        return Section("GPUs", facts, [silent] if "nvidia0" in system.names("/dev") else [])
-    facts |= {
-        "driver_cuda": _driver_cuda(system),
-        "links": _links(system),
-        "CUDA_VISIBLE_DEVICES": system.environment.get("CUDA_VISIBLE_DEVICES", "not set"),
-        "torch_sees": cuda["devices"] if cuda else None,
-        "peer_access": cuda["peers"] if cuda else None,
-        "nccl": cuda["nccl"] if cuda else None,
-    }
-    return Section("GPUs", facts, list(_check_gpus(case, gpus)))
-
-
-def _driver_cuda(system: System) -> str | None:
-    """Return the newest CUDA version that the driver supports."""
-    match = re.search(r"CUDA Version:\s*(\d+\.\d+)", system.run("nvidia-smi") or "")
-    return match[1] if match else None
-
-
-def _links(system: System) -> dict[str, str]:
-    """Return the link between each pair of GPUs, as `nvidia-smi topo` names it.
-
-    NV4 is four NVLinks; PIX, PXB, PHB, NODE and SYS are increasingly long paths over PCIe.
-    """
-    lines = (system.run("nvidia-smi", "topo", "-m") or "").splitlines()
-    rows = [_CONTROL.sub("", line).split() for line in lines]
-    header = next((row for row in rows if row[:1] == ["GPU0"]), [])
-    names = [name for name in header if re.fullmatch(r"GPU\d+", name)]
-    return {
-        f"{row[0]}-{name}": link
-        for row in rows
-        if row and row[0] in names and row is not header
-        for name, link in list(zip(names, row[1:], strict=False))[names.index(row[0]) + 1 :]
-    }
-
-
-def _check_gpus(case: Case, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    if (cuda := case.torch.get("cuda")) is not None:
-        devices = cuda["devices"]
-        yield from _check_visible(case, len(gpus), len(devices))
-        yield from _check_peers(len(devices), cuda["peers"])
-        if devices and case.workers > len(devices):
+        if "nvidia0" in case.system.names("/dev"):
             yield note(
-                f"{case.workers} workers share {some(len(devices), 'GPU')} and exchange gradients "
-                "through host memory, because NCCL refuses two workers on one GPU.",
-                f"samestep run -n {len(devices)} --lanes {case.workers}: the same bits, and faster",
+                "this host has a GPU, but nvidia-smi does not respond.",
+                "nvidia-smi shows the reason; containers need docker run --gpus all",
             )
-    for gpu in gpus:
-        if gpu.used_bytes and gpu.memory_bytes and gpu.used_bytes > gpu.memory_bytes // 10:
-            yield note(
-                f"GPU {gpu.index} has {gpu.used_bytes // MEBIBYTE} MiB in use already; lanes that "
-                "fit on other GPUs may not fit on it.",
-                "nvidia-smi shows which processes use it",
-            )
-    if find_spec("pynvml") is None:
+        return
+    if seen is not None:
+        yield from _check_visible(case, len(gpus), seen)
+    if seen and case.workers > seen:
         yield note(
-            "the use and the memory of GPUs are not recorded: NVIDIA's library for Python is not "
-            "installed.",
-            'pip install "samestep[gpu]"',
+            f"{case.workers} workers share {counted(seen, 'GPU')} and exchange gradients "
+            "through host memory, because NCCL refuses two workers on one GPU.",
+            f"samestep run -n {seen} --lanes {case.workers}: the same bits, and faster",
         )
+    yield from _check_use(gpus)
 
 
 def _check_visible(case: Case, present: int, seen: int) -> Iterator[Finding]:
@@ -221,7 +88,7 @@ def _check_visible(case: Case, present: int, seen: int) -> Iterator[Finding]:
         yield good(f"torch sees all {seen} GPUs" if seen > 1 else "torch sees the GPU")
     elif build is None:
         yield problem(
-            f"this host has {some(present, 'GPU')}, but this torch is built for CPUs only.",
+            f"this host has {counted(present, 'GPU')}, but this torch is built for CPUs only.",
             "pip install torch with the index URL for your CUDA version from pytorch.org",
         )
     elif not seen and driver and int(build.partition(".")[0]) > int(driver.partition(".")[0]):
@@ -237,21 +104,30 @@ def _check_visible(case: Case, present: int, seen: int) -> Iterator[Finding]:
         )
     elif not seen:
         yield problem(
-            f"nvidia-smi shows {some(present, 'GPU')}, but torch finds none.",
+            f"nvidia-smi shows {counted(present, 'GPU')}, but torch finds none.",
             'python -c "import torch; torch.cuda.init()" shows the reason. If the driver was '
             "updated, restart the host",
         )
 
 
-def _check_peers(devices: int, peers: Sequence[Sequence[bool]]) -> Iterator[Finding]:
-    pairs = combinations(range(len(peers)), 2)
-    without = [f"{one}-{other}" for one, other in pairs if not peers[one][other]]
-    if without:
+def _driver_cuda(system: System) -> str | None:
+    """Return the newest CUDA version that the driver supports."""
+    match = re.search(r"CUDA Version:\s*(\d+\.\d+)", system.run("nvidia-smi") or "")
+    return match[1] if match else None
+
+
+def _check_use(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Report GPUs that are in use already, and that a run could not record their use."""
+    for gpu in gpus:
+        if gpu.used and gpu.memory and gpu.used > gpu.memory // 10:
+            yield note(
+                f"GPU {gpu.index} has {gpu.used} MiB in use already; lanes that "
+                "fit on other GPUs may not fit on it.",
+                "nvidia-smi shows which processes use it",
+            )
+    if find_spec("pynvml") is None:
         yield note(
-            f"GPUs {', '.join(without)} cannot access each other's memory, so NCCL copies their "
-            "gradients through host memory.",
-            "if PCIe peer access is blocked, disable ACS in the BIOS or the hypervisor; "
-            "nvidia-smi topo -p2p r shows the pairs",
+            "the use and the memory of GPUs are not recorded: NVIDIA's library for Python is not "
+            "installed.",
+            'pip install "samestep[gpu]"',
         )
-    elif devices > 1:
-        yield good("all GPUs can access each other's memory")

@@ -19,10 +19,8 @@ from samestep.errors import LaunchError, RecordError
 from samestep.record import read_events
 from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.read import inspect
-from samestep.snapshot.state import no_tensor, restore
-from samestep.step.layout import Layout
-from samestep.tools import OUTPUT, read_run, some, started
-from samestep.tools.scale.model import StepTiming, max_lanes_per_worker, read_timing
+from samestep.tools import OUTPUT, counted, read_run, started
+from samestep.tools.scale.timing import StepTiming, max_lanes_per_worker, read_timing
 
 SHOWN_LINES: Final = 30
 POLL_SECONDS: Final = 0.02
@@ -36,9 +34,8 @@ _PEAK_MEMORY: Final = re.compile(r"(?m)^VmHWM:\s*(\d+) kB")  # resident, since t
 class Workload:
     """The properties of a script that are the same in all runs.
 
-    Parameters have `nbytes`. The global `batch_size` is None for streams. `threads` are per worker.
-    `sharded` is None after a run of one worker, which does not show it. An element of exchanged
-    gradients has `gradient_bytes`.
+    Trained parameters have `nbytes`. The global `batch_size` is None for streams. `threads` are per
+    worker.
     """
 
     lanes: int
@@ -46,8 +43,6 @@ class Workload:
     batch_size: int | None
     device: str
     threads: int
-    sharded: bool | None
-    gradient_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class TrialRunner:
     def _run(self, workers: int, directory: Path, lanes: int | None) -> int:
         flags = ["--resume=never", f"--stop-after={self._steps}"]
         flags += [] if lanes is None else [f"--lanes={lanes}"]
-        size = some(workers, "worker")
+        size = counted(workers, "worker")
         with_lanes = "" if lanes is None else f" with {lanes} lanes"
         sys.stderr.write(f"running {size}{with_lanes} …\n")
         with started(self._command, workers, directory, flags) as process:
@@ -137,23 +132,19 @@ def read_workload(events: Sequence[Mapping[str, Any]], manifest: Manifest) -> Wo
     """Return the workload of a run from its events and the manifest of its last snapshot."""
     start = next(event for event in events if event["event"] in {"started", "resumed"})
     loops = [event for event in events if event["event"] == "loop" and event.get("batch_size")]
-    nbytes, sharded = parameters_of(manifest)
     return Workload(
         start["lanes"],
-        nbytes,
-        loops[-1]["batch_size"] if loops else _batch_size(manifest),
+        parameter_bytes(manifest),
+        loops[-1]["batch_size"] if loops else None,
         str(start["devices"][0]).partition(":")[0],
         start["config"]["threads"],
-        sharded if len(start["workers"]) > 1 else None,
-        2 if start["config"].get("exchange_dtype") == "bfloat16" else 4,
     )
 
 
-def parameters_of(manifest: Manifest) -> tuple[int, bool]:
-    """Return the bytes of the trained parameters, and whether `run.shard` shards an optimizer.
+def parameter_bytes(manifest: Manifest) -> int:
+    """Return the bytes of the trained parameters: those with optimizer state.
 
-    Trained parameters are those with optimizer state; if there are none, all floating-point tensors
-    of the first tracked object that has tensors.
+    If there are none, all floating-point tensors of the first tracked object that has tensors.
     """
     specs = manifest.specs
     optimizers: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -164,33 +155,11 @@ def parameters_of(manifest: Manifest) -> tuple[int, bool]:
         tracked = [f"{name}/" for name, _ in manifest.state["dict"]]
         groups = [[spec for name, spec in specs.items() if name.startswith(s)] for s in tracked]
         first = next(filter(None, groups), [])
-        return sum(spec.nbytes for spec in first if spec.dtype.is_floating_point), False
+        return sum(spec.nbytes for spec in first if spec.dtype.is_floating_point)
     # one tensor for each parameter of each optimizer
-    tensors = [[min(names) for _, names in sorted(state.items())] for state in optimizers.values()]
-    nbytes = sum(specs[name].nbytes for names in tensors for name in names)
-    return nbytes, any(_is_sharded(manifest, names) for names in tensors)
-
-
-def _is_sharded(manifest: Manifest, names: Sequence[str]) -> bool:
-    layout = Layout(tuple(manifest.specs[name].elements for name in names), manifest.workers)
-    saved = {
-        (index, piece.start, piece.stop)
-        for index, name in enumerate(names)
-        for piece in manifest.pieces[name]
-    }
-    return saved == {
-        (piece.index, piece.start, piece.stop)
-        for rank in range(manifest.workers)
-        for piece in layout.fragments(rank)
-    }
-
-
-def _batch_size(manifest: Manifest) -> int | None:
-    """Return the global batch size of the loop that wrote the snapshot, None for streams."""
-    states = (restore(state, no_tensor) for name, state in manifest.state["dict"] if name == "run")
-    run: dict[str, Any] = next(states, {"positions": {}})
-    plans = [position["plan"] for position in run["positions"].values()]
-    return next((plan["batch_size"] for plan in reversed(plans) if "batch_size" in plan), None)
+    return sum(
+        specs[min(names)].nbytes for state in optimizers.values() for names in state.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +184,8 @@ def fit_memory(trial: Trial, with_more_lanes: Trial) -> MemoryModel | None:
     batch_size = trial.workload.batch_size
     if batch_size is None:
         return None
-    samples, fewer = (-(-batch_size // some.workload.lanes) for some in (trial, with_more_lanes))
+    lane_counts = (trial.workload.lanes, with_more_lanes.workload.lanes)
+    samples, fewer = (-(-batch_size // lanes) for lanes in lane_counts)
     growth = _bytes_without_sums(trial) - _bytes_without_sums(with_more_lanes)
     if samples == fewer or growth < VISIBLE_GROWTH * trial.peak_bytes:
         return None

@@ -138,8 +138,8 @@ class Pods:
     def _resources(self) -> Manifest:
         training, cpus = self.training, self.training.cpus_per_worker
         cpu = None if cpus is None else str(cpus * training.workers_per_node)
-        given = {"cpu": cpu, "memory": training.memory, "nvidia.com/gpu": self.gpus}
-        amounts = {name: value for name, value in given.items() if value is not None}
+        limits = {"cpu": cpu, "memory": training.memory, "nvidia.com/gpu": self.gpus}
+        amounts = {name: value for name, value in limits.items() if value is not None}
         return {"resources": {"requests": amounts, "limits": dict(amounts)}} if amounts else {}
 
 
@@ -171,14 +171,14 @@ def manifests(arguments: argparse.Namespace) -> list[Manifest]:
             f"{training.nodes}; use -n 1, so that each pod is a worker with the Job's own rank"
         )
     pods = Pods(training, arguments.image, arguments.gpus, claims_of(arguments.claim, training))
-    found = KINDS[arguments.kind](pods)
+    manifests = KINDS[arguments.kind](pods)
     if pods.token_name:
         token = {"stringData": {"token": secrets.token_hex(32)}}
-        found.insert(0, {**_manifest("v1", "Secret", pods.token_name), **token})
+        manifests.insert(0, {**_manifest("v1", "Secret", pods.token_name), **token})
     if arguments.namespace:
-        for manifest in found:
+        for manifest in manifests:
             manifest["metadata"]["namespace"] = arguments.namespace
-    return found
+    return manifests
 
 
 def claims_of(texts: Sequence[str], training: Training) -> dict[str, str]:
@@ -225,8 +225,8 @@ def indexed_job(pods: Pods) -> list[Manifest]:
         "template": {"metadata": {"labels": label}, "spec": pod},
     }
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(label)}
-    found = [_manifest("v1", "Service", name, service)] if nodes > 1 else []
-    return [*found, _manifest("batch/v1", "Job", name, job)]
+    services = [_manifest("v1", "Service", name, service)] if nodes > 1 else []
+    return [*services, _manifest("batch/v1", "Job", name, job)]
 
 
 def pytorch_job(pods: Pods) -> list[Manifest]:

@@ -193,14 +193,14 @@ def batch_script(training: Training, arguments: argparse.Namespace) -> str:
         "open-mode": "append",
         "signal": f"TERM@{training.grace_seconds}",  # to workers; B: would signal only the script
     }
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
     environment = {**training.environment, "SAMESTEP_DIR": directory}
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
     srun += [] if cpus is None else [f"--cpus-per-task={cpus}"]  # srun ignores that of sbatch
     srun += ["python" if arguments.setup else sys.executable, *training.arguments]
     lines = [
         "#!/bin/bash",
-        *map(_directive, [*given, "--requeue", *arguments.sbatch]),
+        *map(_directive, [*flags, "--requeue", *arguments.sbatch]),
         "",
         *arguments.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
