@@ -129,7 +129,7 @@ with ss.init():
 """
 
 
-@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_terminal", [True, False])
 def test_warnings_and_errors_have_colors_on_a_terminal(tmp_path, is_terminal):
     (tmp_path / "fails.py").write_text(FAILS_TWICE)
     status, text = run_samestep(
