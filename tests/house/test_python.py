@@ -49,6 +49,7 @@ def test_a_program_finds_what_python_gives_it(tmp_path):
     script = tmp_path / "state.py"
     script.write_text(STATE)
     environment = {**os.environ, "OF_THE_TEST": "1", "PYTHONPATH": "/nowhere"}
+    environment.pop("PYTHONUNBUFFERED", None)
     words = [str(script), "--flag", "x y"]
     options = {"cwd": tmp_path, "env": environment}
     command = [sys.executable, *words]
