@@ -9,6 +9,7 @@ import re
 import pytest
 
 from samestep import cli
+from samestep.errors import ConfigError
 from samestep.host import RED, colored
 from tests.terminal import run_samestep
 
@@ -79,7 +80,7 @@ def test_an_error_begins_with_the_diagnosis_and_its_traceback_ends_in_the_script
 
 def test_an_invalid_option_is_only_the_diagnosis(tmp_path):
     status, (line,) = train(tmp_path, options="lane=2")
-    assert status == 1
+    assert status == ConfigError.status
     assert line.endswith("ConfigError: lane is not an option of samestep; did you mean lanes?")
 
 
@@ -129,7 +130,7 @@ with ss.init():
 """
 
 
-@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_terminal", [True, False])
 def test_warnings_and_errors_have_colors_on_a_terminal(tmp_path, is_terminal):
     (tmp_path / "fails.py").write_text(FAILS_TWICE)
     status, text = run_samestep(

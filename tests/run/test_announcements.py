@@ -33,7 +33,6 @@ def lines(workers, *flags, **variables):
     return done.stderr.splitlines()
 
 
-@pytest.mark.long  # tests/launch/test_terminal.py has these lines on a terminal
 def test_a_run_says_where_it_stands_on_stderr(tmp_path):
     folder = tmp_path / "one"
     where = f"{folder} (watch: samestep watch {folder})"
@@ -63,9 +62,7 @@ def test_scripts_that_set_up_logging_get_log_records(caplog):
     assert [record.message for record in caplog.records][1:] == ["finished after 4 steps"]
 
 
-@pytest.mark.parametrize(
-    "level", ["", "INFO", "WARNING", pytest.param("ERROR", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("level", ["", "INFO", "WARNING", "ERROR"])
 def test_a_script_or_library_that_only_logs_warnings_hides_nothing(level):
     """A level of the logger itself is a wish to see less."""
     name = {"": "samestep: ", "INFO": "INFO:samestep:"}.get(level)

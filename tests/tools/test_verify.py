@@ -27,7 +27,6 @@ def verify(capsys):
     return run
 
 
-@pytest.mark.long
 def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
     status, printed = verify("-n", "1,2,1x2", "--lanes", "4", "--steps", "4", "--kill", way="good")
     assert status == 0
@@ -49,34 +48,30 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
             "step 1: 'metric loss' differs between n=1 and n=2",
             "Likely cause: a lane draws from the generator loss_fn: unseeded, which samestep does",
         ),
-        pytest.param(
+        (
             "depends on the rank",
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",
             "after step 2; it was changed by code that runs on only some workers",
-            marks=pytest.mark.long,
         ),
         (
             "counts calls",
             "step 1: 'metric loss' differs",
             "Likely cause: a lane changes the attribute Counter.calls, which stays on its worker",
         ),
-        pytest.param(
+        (
             "rank 0 goes forward",
             "step 2: 'model/0.running_mean' differs",
             "Likely cause: Sequential/0.running_mean differs between workers 0 and 1 of n=2 after",
-            marks=pytest.mark.long,
         ),
-        pytest.param(
+        (
             "builds early",
             "step 0: 'model/weight' differs",
             "Usual cause: the state before the first step: a model or optimizer built before",
-            marks=pytest.mark.long,
         ),
-        pytest.param(
+        (
             "ends early",
             "step 3: n=2 never reached it",
             "number of steps",
-            marks=pytest.mark.long,
         ),
     ],
 )

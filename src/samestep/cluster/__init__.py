@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from samestep.cluster.launchers import (
@@ -25,7 +26,7 @@ from samestep.cluster.launchers import (
     refuse_unread,
 )
 from samestep.errors import ConfigError
-from samestep.host import is_loopback, read_file
+from samestep.host import is_loopback
 
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 LOOPBACK_INTERFACE: Final = "lo"
@@ -285,22 +286,34 @@ def own_address_of(host: str) -> str | None:
 def listening_user(host: str, port: int) -> int | None:
     """Return the user id of the program that listens at an address of this host, None if unknown.
 
-    The kernel lists the listening sockets of this network namespace in /proc/net/tcp, with
-    addresses in hex, in 4-byte words of its own byte order.
+    The kernel lists the sockets of this network namespace in /proc/net/tcp, with addresses in hex,
+    in 4-byte words of its own byte order.
     """
     address = ip_address(host.partition("%")[0])
-    users: dict[bool, int] = {}  # by whether the socket listens at all addresses
-    for table, size in (("tcp", 4), ("tcp6", 16)):
-        for line in (read_file(f"/proc/net/{table}") or "").splitlines()[1:]:
-            fields = line.split()
-            local, _, own_port = fields[1].partition(":")
-            if fields[3] != LISTENING or int(own_port, 16) != port:
-                continue
-            words = struct.unpack(f"={size // 4}I", bytes.fromhex(local))
-            listening = ip_address(struct.pack(f"!{size // 4}I", *words))
-            mapped = getattr(listening, "ipv4_mapped", None)
-            is_any = listening.is_unspecified
-            if is_any or address in {listening, mapped}:
-                users[is_any] = int(fields[7])
-    user = users.get(False, users.get(True))
+    user = None
+    for fields in _sockets():
+        local, _, own_port = fields[1].partition(":")
+        if fields[3] != LISTENING or int(own_port, 16) != port:
+            continue
+        count = len(local) // 8
+        words = struct.unpack(f"={count}I", bytes.fromhex(local))
+        listening = ip_address(struct.pack(f"!{count}I", *words))
+        if address in {listening, getattr(listening, "ipv4_mapped", None)}:
+            user = int(fields[7])
+            break
+        if listening.is_unspecified:  # another program may listen at the address itself
+            user = int(fields[7])
     return None if user == OVERFLOW_USER else user
+
+
+def _sockets() -> Iterator[list[str]]:
+    """Yield the fields of each TCP socket of this network namespace.
+
+    Listening ones come first. The kernel takes 10 ms to search its tables for the others, so files
+    have no buffer: a caller that has found its socket reads no further.
+    """
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), Path(f"/proc/net/{table}").open("rb", buffering=0) as file:
+            file.readline()
+            for line in file:
+                yield line.decode().split()
