@@ -325,7 +325,7 @@ def test_forming_ends_in_time_if_the_store_is_stopped(phase, monkeypatch):
     def body():
         PHASES[phase]()
         with pytest.raises(WorldError, match=r"the store .*(did|does) not respond"):
-            distributed_world(timeout=1.0, hosts=2)
+            distributed_world(timeout=5.0, hosts=2)  # workers start within it under load, too
 
     host = FORK.Process(target=serve)
     host.start()
