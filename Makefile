@@ -4,11 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # pip would compile 19,000 modules, of which most are never imported; Python compiles the rest on import.
 PIP := .ci/with-progress $(VENV) $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
-# `pip install .` in .venv replaces the editable installation: samestep is then an old copy, and the recipes are gone.
-$(if $(wildcard $(VENV)/lib/python*/site-packages/*samestep.pth),,$(shell rm -f $(VENV)/ready-*))
+# `pip install .` in VENV replaces the editable installation: samestep is then an old copy, and the recipes are gone.
+IF_REPLACED := $(if $(wildcard $(VENV)/lib/python*/site-packages/*samestep.pth),,again)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-cuda-build models integrations versions lint check docs bench bench-more clean
+.PHONY: help demo test test-long test-cuda-build models integrations versions lint check docs bench bench-more again clean
 .NOTPARALLEL:
 
 help:
@@ -73,12 +73,14 @@ bench: $(VENV)/ready-bench
 bench-more: $(VENV)/ready-bench
 	for part in floor start recovery surviving checks evaluation growth data snapshots modes record watching shards; do $(BIN)/python -m benchmarks.$$part; done
 
+again:
+
 clean:
-	rm -rf .venv .venv-cuda-build build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-cuda-build build dist docs/_build runs .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # VENV/ready-EXTRA: samestep is installed with that extra of pyproject.toml.
-$(VENV)/ready-%: pyproject.toml constraints.txt
+$(VENV)/ready-%: pyproject.toml constraints.txt $(IF_REPLACED)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'installing samestep[$*] with PyTorch into $(VENV): 2 GB in a minute, or 6 GB in three with CUDA, the default on Linux'
 	@$(PIP) --upgrade pip  # one of 2023 takes twice as long

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from tests.python import running
+
 PR_SET_CHILD_SUBREAPER = 36  # from <sys/prctl.h>
 # Costs time only in a test that fails. A loader process checks every 5 s whether its parent exited.
 GRACE_SECONDS = 30.0
@@ -101,7 +103,7 @@ def _children() -> dict[int, str]:
                 command = (folder / "cmdline").read_text().replace("\0", " ")
                 if RESOURCE_TRACKER not in command:
                     children[int(folder.name)] = command
-    return children
+    return {**children, **running()}
 
 
 def _folders_of_children() -> list[Path]:

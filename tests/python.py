@@ -22,8 +22,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -41,6 +42,7 @@ OWN_PACKAGES = ("benchmarks", "recipes", "tests")
 FIXED = {"PYTHONHASHSEED": "0", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=2"}
 
 _connection: socket.socket | None = None
+_running: list[PythonProcess] = []
 _path: list[str] = []  # of a new Python, after the folder of its program
 
 
@@ -57,7 +59,7 @@ def start_server() -> None:
         if os.fork() == 0:
             _connection.close()
             end_with_parent(pid)
-            _serve(theirs)
+            _or_exit(lambda: _serve(theirs))
     theirs.close()
 
 
@@ -65,6 +67,15 @@ def stop_server() -> None:
     """Let the server end."""
     if _connection is not None:
         _connection.close()
+
+
+def running() -> dict[int, str]:
+    """Return the programs that this process has started and that still run, by process id."""
+    return {
+        process.pid: "python, from start_python"
+        for process in [*_running]
+        if process.poll() is None
+    }
 
 
 class PythonProcess:
@@ -76,6 +87,7 @@ class PythonProcess:
         self._read(None)
         self.pid = int(self._text.partition(b"\n")[0])
         self.returncode: int | None = None
+        _running.append(self)
 
     def _read(self, seconds: float | None) -> bool:
         """Read until the next line is complete; return whether it is in time."""
@@ -103,6 +115,7 @@ class PythonProcess:
                 raise subprocess.TimeoutExpired("python", timeout or 0.0)
             self.returncode = int(self._text.split(b"\n")[1])
             self._pipe.close()
+            _running.remove(self)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -151,7 +164,9 @@ def start_python(
             else file.fileno()
             for number, file in enumerate((stdin, stdout, stderr))
         ]
-        socket.send_fds(_connection, [json.dumps(request).encode()], [*files, theirs])
+        message = json.dumps(request).encode()
+        assert len(message) < MAX_REQUEST, "the environment is too large"
+        socket.send_fds(_connection, [message], [*files, theirs])
     finally:
         os.close(nothing)
         os.close(theirs)
@@ -190,6 +205,7 @@ def run_python(
 def _serve(connection: socket.socket) -> None:
     """Fork a program for each request until the other end is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends this process
     while True:
         data, files, *_ = socket.recv_fds(connection, MAX_REQUEST, FILES)
         if not data:
@@ -201,17 +217,24 @@ def _serve(connection: socket.socket) -> None:
             os.close(file)
 
 
+def _or_exit(body: Callable[[], object]) -> None:
+    """Run the body of a fork; no exception of it may reach what this process was forked from."""
+    try:
+        body()
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc(file=sys.__stderr__)
+        sys.__stderr__.flush()
+    finally:
+        os._exit(1)
+
+
 def _watch(request: Mapping[str, Any], files: list[int]) -> None:
     """Run the program in a fork of this process, and report its process id and status."""
     *standard, report = files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if (pid := os.fork()) == 0:
         os.close(report)
-        status = 1
-        try:
-            status = _run(request, standard)
-        finally:
-            os._exit(status)
+        _or_exit(lambda: os._exit(_run(request, standard)))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # of a group: for the program
     for file in (0, 1, 2, *standard):

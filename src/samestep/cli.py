@@ -34,7 +34,6 @@ COMMANDS: Final = {
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
 }
-LAUNCHING: Final = ("run", "verify", "scale")  # commands that fork workers
 EXIT_INTERRUPTED: Final = 130  # like a shell after SIGINT
 EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed the output
 
@@ -86,7 +85,7 @@ def main_and_exit() -> NoReturn:
 
 
 def _set_environment() -> None:
-    """Start a command that forks workers again, with variables that Python reads when it starts.
+    """Start `samestep run` again with variables that are read only when Python starts.
 
     With PYTHONHASHSEED=0, strings have the same hashes, and sets the same order, in the workers of
     all hosts and after a resume. With only two entries per size in malloc's cache of small blocks
@@ -95,8 +94,7 @@ def _set_environment() -> None:
     """
     arguments = sys.argv[1:]
     is_this_process = sys.orig_argv[len(sys.orig_argv) - len(arguments) :] == arguments
-    is_launcher = arguments[:1] and arguments[0] in LAUNCHING and is_this_process
-    if is_launcher and "PYTHONHASHSEED" not in os.environ:
+    if arguments[:1] == ["run"] and is_this_process and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=2")
         with suppress(OSError):

@@ -39,10 +39,10 @@ _MAX_MODULES: Final = 1 << 20  # maximum size of the modules' names, in bytes
 class ScriptArguments(list[str]):
     """The `sys.argv` of a script, which records in `are_read` whether it reads its arguments.
 
-    `late` is a sentence about those that are options of `samestep run`, "" if none is.
+    `late` is a sentence about those that are options of `samestep run`. Copies are plain lists.
     """
 
-    def __init__(self, words: Iterable[str], late: str = "") -> None:
+    def __init__(self, words: Iterable[str], late: str) -> None:
         super().__init__(words)
         self.late, self.are_read = late, False
 
@@ -57,6 +57,13 @@ class ScriptArguments(list[str]):
     def __len__(self) -> int:
         self.are_read = True
         return super().__len__()
+
+    def __contains__(self, word: object) -> bool:
+        self.are_read = True
+        return super().__contains__(word)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 @dataclass(frozen=True)

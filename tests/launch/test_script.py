@@ -169,7 +169,8 @@ JOINS = "import samestep, sys\n{}\nwith samestep.init(lanes=2): pass"
         ([], ["--lanes=4", "data", "--keep-last", "3"], "--lanes=4 --keep-last 3"),
         (["-n", "2"], ["-n", "3"], ""),
         ([], ["x", "--", "-n", "2"], ""),
-        ([], ["--epochs", "3", "-x"], ""),
+        ([], ["--epochs", "3", "-x", "-m", "--help"], ""),
+        ([], ["--dir", "my runs", "--seed", "-1"], "--dir 'my runs' --seed"),
     ],
 )
 def test_options_that_came_too_late_are_named(before, after, late, folder):
@@ -177,12 +178,19 @@ def test_options_that_came_too_late_are_named(before, after, late, folder):
     script.write_text(JOINS.format(""))
     status, lines = samestep_run(*before, script, *after)
     assert status == 0
-    expected = f"{late} came after {script}, which gets all arguments after it; options of samestep"
+    expected = f"{late} came after {script}, which gets all arguments after it; write options"
     assert any(expected in line for line in lines) is bool(late)
 
 
 @pytest.mark.parametrize(
-    "read", ["words = sys.argv[1:]", "len(sys.argv)", "[*sys.argv]", "__import__('argparse')"]
+    "read",
+    [
+        "'-n' in sys.argv",
+        "words = sys.argv[1:]",
+        "len(sys.argv)",
+        "[*sys.argv]",
+        "__import__('argparse')",
+    ],
 )
 def test_a_script_that_reads_its_arguments_knows_them(read, folder):
     script = folder / "train.py"
@@ -191,12 +199,21 @@ def test_a_script_that_reads_its_arguments_knows_them(read, folder):
     assert any("came after" in line for line in lines) is (read == "__import__('argparse')")
 
 
+def test_the_arguments_are_a_plain_list_wherever_they_are_copied(folder):
+    script = folder / "train.py"
+    read = "import pickle; print(type(pickle.loads(pickle.dumps(sys.argv))).__name__)"
+    for words, kind in ((["x"], "list"), (["-n", "2"], "ScriptArguments")):
+        script.write_text(JOINS.format(f"{read}; print(type(sys.argv).__name__)"))
+        done = run_python("-m", "samestep", "run", script, *words, check=True)
+        assert done.stdout.split() == ["list", kind]
+
+
 def test_a_script_that_refuses_a_late_option_gets_advice():
     recipe = "recipes/vit/train.py"
     status, lines = samestep_run(recipe, "epochs=1", "--keep-last", "3")
     assert status == 2
     assert lines[-3].endswith("error: unrecognized arguments: --keep-last 3")
-    assert lines[-1].endswith(f"come before: samestep run --keep-last 3 {recipe}")
+    assert lines[-1].startswith(f"--keep-last 3 came after {recipe}, which gets all arguments")
 
 
 def test_an_option_that_the_run_refuses_is_wrong_use(folder):

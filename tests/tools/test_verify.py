@@ -118,6 +118,7 @@ def test_a_signal_ends_the_script_as_well(number, tmp_path):
     lines = ["import os, pathlib, sys, time"]
     lines += ["pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))", "time.sleep(1000)"]
     script.write_text("\n".join(lines))
+    # its run is a new process
     command = ("-m", "samestep", "verify", "--steps", "1", script, started)
     with start_python(*command) as process:
         while not (started.exists() and started.read_text()):

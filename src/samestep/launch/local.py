@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import secrets
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -187,7 +188,9 @@ def run_script(
 
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
-    sys.argv = ScriptArguments([script, *arguments], getattr(arguments, "late", ""))
+    late = getattr(arguments, "late", "")
+    words = [script, *arguments]
+    sys.argv = ScriptArguments(words, late) if late else words
     try:
         names = _run(script, as_module=as_module)  # the worker frees them  # noqa: F841
     finally:
@@ -254,14 +257,16 @@ def late_options(arguments: argparse.Namespace) -> str:
     for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag = "-n" if re.fullmatch("-n[0-9]+", word) else word.partition("=")[0]
         action = actions.get(flag)
-        if action is not None and getattr(arguments, action.dest, None) in {None, action.default}:
-            has_value = flag == word and action.nargs != 0 and not value.startswith("-")
-            late.append(f"{word} {value}" if has_value and value else word)
+        if action is None or action.nargs == 0:  # -m and --help
+            continue
+        if getattr(arguments, action.dest) in {None, action.default}:
+            has_value = flag == word and value and not value.startswith("-")
+            late.append(shlex.join([word, value] if has_value else [word]))
     if not late:
         return ""
     return (
         f"{' '.join(late)} came after {arguments.script}, which gets all arguments after it; "
-        f"options of samestep come before: samestep run {' '.join(late)} {arguments.script}"
+        "write options of samestep before the script"
     )
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, Final
 
 from samestep.errors import RecordError
-from samestep.host import no_garbage_collection
 from samestep.record import read_events
 
 OUTPUT: Final = "output.txt"
@@ -33,44 +30,32 @@ def started(
     directory: Path,
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
-) -> Iterator[BaseProcess]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`.
 
-    It runs in a fork of this process, which imports torch only once for all runs. An exception in
-    the block ends the script, and so does a SIGTERM of this process.
+    Each run is a new process, although importing torch takes seconds: in forks of one process,
+    objects would have the same addresses, and with them sets the same order, in every run. An
+    exception in the block ends the script, and so does a SIGTERM of this process.
     """
-    import torch
-
-    from samestep.launch.local import preload
-    from samestep.launch.worker import FORK
-
-    torch.set_num_threads(1)  # threads do not survive a fork
-    preload()
     options = ["-n", str(workers), "--dir", str(directory), *ISOLATED, *flags]
-    with _sigterm_as_exit(), (directory / OUTPUT).open("ab") as file:
-        arguments = (["run", *options, *command], file.fileno(), dict(environment or {}))
-        process = FORK.Process(target=_run_samestep, args=arguments, name="samestep run")
-        with no_garbage_collection():
-            process.start()
+    program = [sys.executable, "-m", "samestep", "run", *options, *command]
+    with (
+        _sigterm_as_exit(),
+        (directory / OUTPUT).open("ab") as file,
+        subprocess.Popen(
+            program,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        ) as process,
+    ):
         try:
             yield process
         except BaseException:
             process.terminate()
+            process.wait()
             raise
-        finally:
-            process.join()
-
-
-def _run_samestep(arguments: Sequence[str], output: int, environment: Mapping[str, str]) -> None:
-    """Do in this process what `python -m samestep` does, with the output in an open file."""
-    from samestep.launch.output import print_to
-
-    atexit._clear()  # noqa: SLF001  exit functions belong to the process that was forked
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    print_to([os.dup(output), os.dup(output)])
-    os.environ.update(environment)
-    sys.argv = ["samestep", *arguments]
-    runpy.run_module("samestep", run_name="__main__")
 
 
 @contextmanager

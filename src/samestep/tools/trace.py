@@ -7,12 +7,12 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -122,24 +122,24 @@ class ScriptTracer:
     def _run_until_killed(self, size: RunSize, directory: Path, step: int, rank: int) -> bool:
         """Kill a worker once the snapshot of `step` exists; return whether the run then failed."""
         with self._start(size, directory, "never") as process:
-            while process.is_alive() and not any(
+            while process.poll() is None and not any(
                 path.name == f"step-{step:08d}" for path in list_snapshots(directory)
             ):
                 time.sleep(POLL_SECONDS)
-            if process.is_alive():
+            if process.poll() is None:
                 workers = _start_event(directory)["workers"]
                 pids = {worker["rank"]: worker["pid"] for worker in workers}
                 try:
                     os.kill(pids[rank], signal.SIGKILL)
                 except ProcessLookupError:
                     return False
-        return process.exitcode != 0
+        return process.returncode != 0
 
     def _finish(self, size: RunSize, directory: Path, resume: str) -> dict[str, Any]:
         """Run the script to the end; return the event that the run started with."""
         with self._start(size, directory, resume) as process:
-            process.join()
-        if status := process.exitcode:
+            status = process.wait()
+        if status != 0:
             lines = (directory / OUTPUT).read_text(errors="replace").splitlines()
             tail = "\n".join(lines[-SHOWN_LINES:])
             raise VerifyError(f"the script failed at n={size} with status {status}:\n{tail}")
@@ -147,7 +147,7 @@ class ScriptTracer:
 
     def _start(
         self, size: RunSize, directory: Path, resume: str
-    ) -> AbstractContextManager[BaseProcess]:
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
         flags = [f"--resume={resume}", f"--stop-after={self._steps}"]
         flags += ["--snapshot-every=1", f"--keep-last={self._steps + 1}"]  # and step 0
         flags += [] if self.lanes is None else [f"--lanes={self.lanes}"]

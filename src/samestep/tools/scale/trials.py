@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -87,20 +87,20 @@ class TrialRunner:
         sys.stderr.write(f"running {size}{with_lanes} …\n")
         with started(self._command, workers, directory, flags) as process:
             peak_bytes = _wait_and_measure(process, directory)
-        if status := process.exitcode:
+        if status := process.returncode:
             failure = _first_failure((directory / OUTPUT).read_text(errors="replace"))
             raise LaunchError(f"the script failed with {size}, status {status}:\n{failure}")
         return peak_bytes
 
 
-def _wait_and_measure(process: BaseProcess, directory: Path) -> int:
+def _wait_and_measure(process: subprocess.Popen[bytes], directory: Path) -> int:
     """Wait until a run ends; return the highest memory of any worker, in bytes.
 
     The kernel records the peak, so only an increase just before a worker exits can be missed.
     """
     workers: list[int] = []
     highest = 0
-    while process.is_alive():
+    while process.poll() is None:
         workers = workers or _worker_pids(directory)
         highest = max([highest, *map(_peak_bytes, workers)])
         time.sleep(POLL_SECONDS)
