@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -40,6 +41,13 @@ def stream(location):
 def run_exporter(directory, *words):
     command = [sys.executable, "-m", "samestep.record.exporter", str(directory), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def waits_for_lock(pid):
+    """Whether an exporter has begun: it has lowered its own priority."""
+    lowest = 19
+    lowered = min(lowest, os.getpriority(os.PRIO_PROCESS, 0) + exporter.NICENESS)
+    return pid is not None and os.getpriority(os.PRIO_PROCESS, pid) == lowered
 
 
 @pytest.fixture
@@ -176,6 +184,35 @@ def test_after_the_writer_is_killed_the_exporter_sends_the_rest_and_exits(run, r
         # the exporter has exited
         wait_until(lambda: (held := lock(run)) is not None and not held.close())
         check_all_sent(run, remote)
+
+
+def test_an_exporter_that_must_finish_waits_for_the_previous_one_to_exit(record, run, remote):
+    with lock(run) as locked:
+        process = ExporterProcess(run, [remote], None, record)
+        record.event("finished", step=1)
+        finish = threading.Thread(target=process.finish)
+        finish.start()
+        wait_until(lambda: waits_for_lock(process.pid))
+        time.sleep(1.0)  # the request to finish is read
+        assert not stream(remote)
+        locked.close()
+        finish.join()
+    check_all_sent(run, remote)
+
+
+def test_sinks_that_another_exporter_kept_from_receiving_are_reported(
+    record, run, remote, caplog, monkeypatch
+):
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.2)
+    with lock(run), caplog.at_level(logging.WARNING, "samestep"):
+        process = ExporterProcess(run, [remote], None, record)
+        record.event("finished", step=1)
+        size = len(written(run))
+        wait_until(lambda: waits_for_lock(process.pid))
+        process.finish()
+    assert statuses(run)[remote]["behind_bytes"] == size
+    assert "another exporter of this run did not exit" in statuses(run)[remote]["error"]
+    assert f"{size} bytes of the record were not sent to {remote}" in caplog.text
 
 
 def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(

@@ -31,6 +31,7 @@ EXIT_SECONDS: Final = 2.0  # extra time to report unsent data
 FIRST_PAUSE_SECONDS: Final = 1.0  # time before a restart; doubles with each further one
 MAX_PAUSE_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.5
+LOCK_SECONDS: Final = 0.05  # between two attempts to take over from the previous exporter
 REPORT_SECONDS: Final = 10.0  # minimum time between two events of a sink
 ORPHAN_SECONDS: Final = 3.0  # time to send the rest after the run was killed
 RECORD_SECONDS: Final = 1.0  # the part of it in which the launcher records the worker's exit
@@ -260,17 +261,34 @@ def _run_with_parent(options: argparse.Namespace) -> int:
     os.nice(NICENESS)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what users' code prints
+    destinations = options.to, options.transfer, channel, os.environ.get(ON_EVENT)
     seconds = None
     while (locked := lock(options.directory)) is None:  # the previous exporter is about to exit
-        if seconds is not None:
+        if seconds is None:
+            seconds = _wait_for_end(options.parent)
+        elif seconds <= 0:
+            _report_locked(options.directory, *destinations)
             return 1
-        seconds = _wait_for_end(options.parent)
+        else:
+            time.sleep(LOCK_SECONDS)
+            seconds -= LOCK_SECONDS
     with locked:
-        destinations = options.to, options.transfer
-        exporter = Exporter(options.directory, *destinations, channel, os.environ.get(ON_EVENT))
+        exporter = Exporter(options.directory, *destinations)
         while seconds is None and (seconds := _wait_for_end(options.parent)) is None:
             exporter.report()
         return 0 if exporter.finish(seconds) else 1
+
+
+def _report_locked(
+    directory: Path, sinks: Sequence[str], function: str | None, channel: IO[str], hook: str | None
+) -> None:
+    """Report that no sink of a run received anything, because another exporter did not exit."""
+    size = (directory / FILE_NAME).stat().st_size
+    error = "another exporter of this run did not exit before the run ended"
+    for name in filter(None, [*sinks, function, hook and HOOK]):
+        status = {"name": name, "behind_bytes": size, "dropped": 0, "error": error}
+        channel.write(f"{json.dumps(status)}\n")
+    channel.flush()
 
 
 def _wait_for_end(parent: int) -> float | None:
