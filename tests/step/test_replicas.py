@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from samestep.comm.base import Alone
 from samestep.errors import ModelError
-from samestep.step.replicas import LARGE_BYTES, Replicas, replicate
+from samestep.step.replicas import LARGE_BYTES, WRAPPERS, Replicas, replicate
 from tests.bits import digest
 from tests.worlds import in_processes
 
@@ -266,6 +267,15 @@ def test_other_objects_and_lazy_modules_are_rejected():
     ):
         replicate(nn.LazyLinear(3), CPU, Alone())
     replicate(nn.ReLU(), CPU, Alone())
+
+
+def test_torchs_own_data_parallelism_is_refused():
+    with pytest.raises(ModelError, match="the model is a DataParallel, but samestep itself"):
+        replicate(nn.DataParallel(nn.Linear(2, 1)), CPU, Alone())
+    inside = nn.Sequential(nn.Sequential(nn.DataParallel(nn.Linear(2, 1))))
+    with pytest.raises(ModelError, match=r"'0.0' of the model is a DataParallel"):
+        replicate(inside, CPU, Alone())
+    assert {kind.__name__ for kind in (nn.DataParallel, DistributedDataParallel)} <= WRAPPERS
 
 
 class Counting(nn.Module):

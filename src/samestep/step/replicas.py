@@ -24,6 +24,10 @@ from samestep.step.layout import GPU_ALIGNMENT_BYTES, Layout, lanes_of, view_lik
 # Larger tensors are sent separately: joining them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20
 WHAT: Final = "replicating a model"
+# torch's own data parallelism; importing all of its classes takes seconds
+WRAPPERS: Final = frozenset(
+    {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+)
 
 
 def replicate(module: Module, device: torch.device, world: World) -> None:
@@ -34,6 +38,7 @@ def replicate(module: Module, device: torch.device, world: World) -> None:
     """
     if not isinstance(module, Module):
         raise ModelError(f"run.replicate expected a torch.nn.Module, got {type(module).__name__}")
+    check_unwrapped(module)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             advice = "run the model once on a sample before run.replicate"
@@ -58,6 +63,21 @@ def replicate(module: Module, device: torch.device, world: World) -> None:
             parts = flat.split([tensor.numel() for tensor in small])
             for tensor, values in zip(small, parts, strict=True):
                 tensor.copy_(values.view(tensor.shape))
+
+
+def check_unwrapped(module: Module) -> None:
+    """Raise `ModelError` if torch's own data parallelism is around the module or a part of it.
+
+    It would add up gradients a second time, between workers that are at different lanes.
+    """
+    for name, part in module.named_modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+                place = f"{name!r} of the model" if name else "the model"
+                raise ModelError(
+                    f"{place} is a {kind.__name__}, but samestep itself divides batches and adds up"
+                    " gradients; pass the module that it wraps: model = run.replicate(Net())"
+                )
 
 
 def _compare(specs: dict[str, list[object]], world: World) -> None:
