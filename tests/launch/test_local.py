@@ -358,6 +358,13 @@ def test_a_worker_that_the_launcher_stops_is_not_named(handled):
         launch(on_rank_one(wait_to_be_stopped, lose_the_others), max_restarts=0)
 
 
+def test_workers_that_skip_the_end_of_their_function_have_not_succeeded():
+    message = "worker . failed first: exited before its function returned, perhaps by os._exit"
+    with pytest.raises(WorkerError, match=message):
+        launch(lambda: os._exit(0))
+    assert launch(lambda: sys.exit(0)) is None
+
+
 def test_a_worker_that_exits_without_a_report_has_its_status():
     with pytest.raises(WorkerError, match=r"^worker 1 failed first: exited with status 7$"):
         launch(on_rank_one(lambda: os._exit(7)))

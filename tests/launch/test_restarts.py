@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from samestep.config import Config
-from samestep.errors import LoaderError, WorkerError, WorldError
+from samestep.errors import LoaderError, SnapshotError, WorkerError, WorldError
 from samestep.handoff import LauncherState
 from samestep.launch import launch, worker_group
 from samestep.launch.supervisor import POLL_SECONDS, LocalCoordinator
@@ -225,6 +225,24 @@ def test_a_signal_to_restarted_workers_waits_until_the_run_has_resumed():
     launcher.join()
     assert launcher.exitcode == -signal.SIGTERM
     assert [order.get(), order.get()] == ["begin", "signal"]
+
+
+def test_an_error_after_a_signal_is_not_a_clean_stop():
+    def body():
+        arrived = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: arrived.set())
+        if rank() == 1:
+            os.kill(os.getppid(), signal.SIGTERM)
+            arrived.wait()
+            raise SnapshotError("the disk is full")
+        for_ever()
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(WorkerError, match="worker 1 failed first: SnapshotError: the disk is"):
+            launch(body, workers=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_kill_after_the_grace_period_is_printed(capfd):

@@ -74,6 +74,21 @@ def test_sigterm_to_one_worker_stops_all_after_a_snapshot(step, undisturbed, tmp
     assert left_by(image_job, tmp_path, 3) == undisturbed
 
 
+def test_a_lost_terminal_stops_the_run_after_a_snapshot_unless_it_is_ignored(undisturbed, tmp_path):
+    job = partial(image_job, hook=signal_at(3, signal.SIGHUP))
+    outcomes = try_workers(train, 2, job, tmp_path / "lost", {"snapshot_every": None})
+    assert [outcome.exitcode for outcome in outcomes] == [128 + signal.SIGHUP] * 2
+    assert events(tmp_path / "lost", "stopped")[-1]["signal"] == signal.SIGHUP
+    assert left_by(image_job, tmp_path / "lost", 1) == undisturbed
+
+    def train_under_nohup(*args):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        train(*args)
+
+    run_workers(train_under_nohup, 2, job, tmp_path / "nohup")
+    assert events(tmp_path / "nohup", "finished")
+
+
 @forks
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
 def test_sigterm_to_all_processes_stops_after_a_snapshot(times, undisturbed, tmp_path):

@@ -34,7 +34,7 @@ from samestep.data.random_state import key
 from samestep.errors import DataError, LoaderError
 from samestep.host import end_with_parent, use_socket_folder
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_SECONDS: Final = 1.0  # for a killed process to be reaped
 SHOWN_INDICES: Final = 16
 COMPARE_SECONDS: Final = 1.0  # for each load of the samples that workers compare

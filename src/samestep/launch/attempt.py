@@ -30,6 +30,7 @@ OWN: Final = f"{Path(__file__).parents[1]}{os.sep}"  # files of samestep
 NCCL_ABORT: Final = (
     "perhaps by NCCL, which ends a process whose network or peers fail: see its last output"
 )
+SIGNALED: Final = 128  # plus its number: the exit status of a process that a signal ended
 LAUNCHER_MODULES: Final = (str(__package__), runpy.__name__)
 
 
@@ -77,6 +78,8 @@ class WorkerFailure:
         is_clear = isinstance(error, ConfigError) or of_system
         text = more if is_clear else _formatted(error, trace)
         status = error.status if isinstance(error, SamestepError) else 1
+        if isinstance(error, KeyboardInterrupt):
+            status = SIGNALED + signal.SIGINT
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
         return cls(rank, at, summary, text, status, is_secondary=secondary, is_retryable=retryable)
@@ -97,12 +100,16 @@ class WorkerFailure:
         this worker may be one of them. `uses_nccl`: NCCL's watchdog aborts a process whose network
         or peers fail, so an abort may not be the program's own.
         """
-        if code >= 0:
+        if code == 0:
+            return cls(rank, at, "exited before its function returned, perhaps by os._exit(0)")
+        if code > 0:
             return cls(rank, at, f"exited with status {code}", status=code)
         try:
             number = signal.Signals(-code)
         except ValueError:  # a real-time signal
-            return cls(rank, at, f"killed by signal {-code}", status=128 - code, is_retryable=True)
+            return cls(
+                rank, at, f"killed by signal {-code}", status=SIGNALED - code, is_retryable=True
+            )
         summary = f"{'stopped' if number == signal.SIGSTOP else 'killed'} by {number.name}"
         if out_of_memory and number == signal.SIGKILL:
             summary += f" ({OUT_OF_MEMORY})"
@@ -110,7 +117,7 @@ class WorkerFailure:
         if aborted:
             summary += f" ({NCCL_ABORT})"
         retryable = aborted or number.name not in CRASHES
-        return cls(rank, at, summary, status=128 - code, is_retryable=retryable)
+        return cls(rank, at, summary, status=SIGNALED - code, is_retryable=retryable)
 
     @classmethod
     def of_message(cls, fields: Message, at: float) -> WorkerFailure:
@@ -248,6 +255,15 @@ class Attempt:
         return min(
             self.failures, key=lambda failure: (failure.is_secondary, failure.at), default=None
         )
+
+    def failure_besides(self, number: int) -> WorkerFailure | None:
+        """Return the earliest failure that neither a signal nor another failure has caused."""
+        others = (
+            failure
+            for failure in self.failures
+            if not failure.is_secondary and failure.status != SIGNALED + number
+        )
+        return min(others, key=lambda failure: failure.at, default=None)
 
     @property
     def busy_nodes(self) -> list[Node]:

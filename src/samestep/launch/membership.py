@@ -276,7 +276,9 @@ class Membership:
     def _finish_attempt(self, now: float) -> None:
         attempt, failure = self._attempt, self._attempt.first_failure
         if attempt.signal:
-            self._end({"signal": attempt.signal})
+            # without a failure of their own, workers have saved what they could
+            unsaved = attempt.failure_besides(attempt.signal)
+            self._end({"failure": asdict(unsaved)} if unsaved else {"signal": attempt.signal})
         elif attempt.exited_on_request and (failure is None or failure.is_secondary):
             self._continue(now)
         elif failure is None:

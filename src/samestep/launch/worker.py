@@ -130,13 +130,13 @@ class ExitReport:
                 self._memory.write(_pickled(error))
         self._memory.flush()
 
-    def result(self) -> Any:
-        """Return the result, None if there is none.
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker has written neither a result nor a failure."""
+        return self._memory.seek(0, os.SEEK_END) == 0
 
-        Its tensors are on the CPU: a launcher must not use CUDA.
-        """
-        if self._memory.seek(0, os.SEEK_END) == 0:
-            return None
+    def result(self) -> Any:
+        """Return the result. Its tensors are on the CPU: a launcher must not use CUDA."""
         import torch
 
         self._memory.seek(0)
@@ -239,14 +239,14 @@ class Job:
             with _first_frame(kept):
                 result = self.body()
             kept.append(result)
-            if rank == 0:
-                report.write_result(result)
+            report.write_result(result if rank == 0 else None)
         except BaseException as error:  # noqa: BLE001  the launcher reports every kind
             if not isinstance(error, SystemExit) or error.code:
                 failure = WorkerFailure.of_error(rank, error)
                 report.write_failure(failure, error)
                 kept.append(error)
                 return failure.status
+            report.write_result(None)  # sys.exit(0)
         return 0
 
     def _set_up(self, attempt: LocalAttempt, local_rank: int) -> None:

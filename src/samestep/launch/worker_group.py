@@ -105,10 +105,10 @@ class WorkerGroup:
             self.running.pop(rank).close()
         if (file := self._files.pop(rank, None)) is not None:
             os.close(file)
-        if code != 0:
+        report = self._reports[rank]
+        if code != 0 or report.is_empty:
             oom = _oom_kills() > self._oom_kills
-            failure = self._reports[rank].failure()
-            failure = failure or WorkerFailure.of_exit(
+            failure = report.failure() or WorkerFailure.of_exit(
                 rank,
                 code,
                 self._alive_at[rank],

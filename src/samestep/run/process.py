@@ -369,12 +369,14 @@ class SystemSampler:
 
 
 class StopRequest:
-    """Defers SIGTERM and Ctrl-C while `deferring` is set, so that the step can end with a snapshot.
+    """Defers stop signals while `deferring` is set, so that the step can end with a snapshot.
+
+    They are SIGTERM, Ctrl-C, and the SIGHUP of a lost terminal unless it is ignored (nohup).
 
     `signal` is the number of the first signal received, or 0. Between steps, signals act
-    immediately. So does Ctrl-C after another signal, but a further SIGTERM has no effect, because
-    schedulers send it to all processes of a job and launchers pass it on as well. Python handles
-    signals in the main thread only; in other threads nothing is deferred.
+    immediately. So does Ctrl-C after another signal, but any other further signal has no effect,
+    because schedulers send it to all processes of a job and launchers pass it on as well. Python
+    handles signals in the main thread only; in other threads nothing is deferred.
     """
 
     def __init__(self) -> None:
@@ -382,7 +384,9 @@ class StopRequest:
         self.deferring = False
         self._previous: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 # Python runs handlers between two instructions of the main thread. While native
                 # code computes, the request stays pending.
                 self._previous[number] = signal.signal(number, self._handle)
@@ -403,7 +407,7 @@ class StopRequest:
         again = self.signal != 0
         # The state machine of a stop: a first signal in a step waits for its end, where all workers
         # learn of it from the notes. Ctrl-C a second time gives up the snapshot.
-        if again and number == signal.SIGTERM:
+        if again and number != signal.SIGINT:
             return
         self.signal = self.signal or number
         if again or not self.deferring:
