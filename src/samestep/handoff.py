@@ -139,6 +139,11 @@ class LauncherState:
         """Close the file of this name that is kept open."""
         self._kept(without=name)
 
+    def close_locks(self) -> None:
+        """Close this process's ends of the sockets that keep files open."""
+        for file in self.locks:
+            os.close(file)
+
     def _kept(self, without: str = "") -> list[str]:
         """Return the names of the files that are kept open; close one of them."""
         kept = []

@@ -20,6 +20,9 @@ from samestep.record import files as module
 from samestep.record import read_events
 from samestep.record.files import NAME, DirectoryLock
 from tests.faults import stalling_disk
+from tests.python import start_python
+
+SECONDS = 60.0
 
 HOLD = """
 import sys, time
@@ -55,6 +58,56 @@ def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path, holder, mon
         pass
     with closing(DirectoryLock(tmp_path, None)):
         pass
+
+
+FORK = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+import samestep
+
+def linger():
+    Path("pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with samestep.init(dir="run"):
+        multiprocessing.get_context("fork").Process(target=linger, daemon=True).start()
+        time.sleep(600)
+"""
+
+
+def is_free(directory):
+    try:
+        DirectoryLock(directory, None).close()
+    except RecordError:
+        return False
+    return True
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("words", [(), ("-m", "samestep", "run")], ids=["alone", "launched"])
+def test_a_process_that_outlives_its_killed_run_does_not_lock_the_directory(
+    tmp_path, monkeypatch, words
+):
+    monkeypatch.setattr(module, "EXIT_SECONDS", 0.1)
+    (tmp_path / "fork.py").write_text(FORK)
+    file = tmp_path / "pid"
+    with start_python(*words, "fork.py", cwd=tmp_path) as program:
+        wait_until(lambda: file.exists() and file.read_text())
+        try:
+            assert not is_free(tmp_path / "run")
+            program.kill()
+            program.wait()
+            wait_until(lambda: is_free(tmp_path / "run"))
+            os.kill(int(file.read_text()), 0)  # it lives
+        finally:
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def test_removing_the_file_overrides_the_lock(tmp_path, holder):

@@ -262,6 +262,8 @@ class Job:
         # Ctrl-C reaches only the launcher, which forwards it once; killing this session's group
         # also kills everything that the worker started
         os.setsid()
+        # A process that the body forks may outlive the run, and would keep its directory locked.
+        os.register_at_fork(after_in_child=self.launcher_state.close_locks)
         os.environ.update({**self.environment, **attempt.environment, ATTEMPT: str(attempt.number)})
         os.environ.update(
             RANK=str(attempt.first_rank + local_rank),

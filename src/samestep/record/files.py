@@ -70,8 +70,14 @@ class DirectoryLock:
             if isinstance(error, OSError):
                 raise cannot_begin(directory, error) from error
             raise
+        # a process that the script forks may outlive the run
+        os.register_at_fork(after_in_child=self._close_inherited)
         self._thread = threading.Thread(target=self._beat, name="hold the directory", daemon=True)
         self._thread.start()
+
+    def _close_inherited(self) -> None:
+        if not self._closed.is_set():
+            os.close(self._file)
 
     def _acquire(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
