@@ -344,6 +344,23 @@ def test_the_public_reader_returns_the_newest_complete_snapshot_or_that_of_a_ste
     assert ss.read_snapshot(tmp_path / "copy", step=1).step == 1
 
 
+def test_the_public_reader_finds_the_next_snapshot_if_a_run_removes_the_newest(
+    tmp_path, monkeypatch
+):
+    original, steps = read.load, [2, 3, 4]
+
+    def after_a_step(path, *args):
+        if steps:  # the run goes on, and keeps one snapshot
+            save_once(tmp_path, steps.pop(0), small_state(2))
+            read.remove(path)
+        return original(path, *args)
+
+    save_once(tmp_path, 1, small_state(1))
+    monkeypatch.setattr(read, "load", after_a_step)
+    assert ss.read_snapshot(tmp_path, objects=["model"]).step == 4
+    assert not steps
+
+
 @pytest.mark.parametrize(
     ("path", "step", "objects", "message"),
     [

@@ -192,19 +192,30 @@ def read_snapshot(
     if not directory.is_dir():
         raise SnapshotError(f"expected the directory of a run or snapshot, got {directory}")
     if step_of(directory) is not None or (directory / NAME).exists():
-        path = directory
+        loaded = load(directory, objects)
     elif step is not None:
-        path = directory / directory_name(step)
+        loaded = load(directory / directory_name(step), objects)
     else:
-        paths = reversed(list_snapshots(directory))
-        newest = next((path for path in paths if fault(path, inspect) is None), None)
-        if newest is None:
-            raise SnapshotError(f"{directory} has no complete snapshot")
-        path = newest
-    loaded = load(path, objects)
+        loaded = _load_newest(directory, objects)
     if step is not None and loaded.step != step:
-        raise SnapshotError(f"expected a snapshot of step {step}, got {path} of {loaded.step}")
+        place = loaded.path
+        raise SnapshotError(f"expected a snapshot of step {step}, got {place} of {loaded.step}")
     return loaded
+
+
+def _load_newest(directory: Path, objects: Collection[str] | None) -> Snapshot:
+    """Load the newest complete snapshot; a run that still trains may remove it meanwhile."""
+    while True:
+        paths = list_snapshots(directory)
+        newest = next((path for path in reversed(paths) if fault(path, inspect) is None), None)
+        if newest is not None:
+            try:
+                return load(newest, objects)
+            except SnapshotError:
+                if fault(newest, inspect) is None:  # it is still there
+                    raise
+        elif set(paths) >= set(list_snapshots(directory)):
+            raise SnapshotError(f"{directory} has no complete snapshot")
 
 
 def read_state(
