@@ -24,6 +24,16 @@ from tests.seccomp import refuse
 from tests.workers import run_workers
 
 
+def test_a_clock_stands_still_while_the_process_does_not_run(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(host.time, "monotonic", lambda: now)
+    clock = host.RunningClock()
+    for seconds, expected in [(1.0, 101.0), (2.0, 103.0), (3600.0, 103.0), (0.5, 103.5)]:
+        now += seconds
+        assert clock.now() == expected
+    assert clock.resumed_at == 3703.0
+
+
 @pytest.fixture(params=["as it is", "by a sandbox", "by the kernel"])
 def system(request):
     """Whether this system has anonymous memory; some simulated ones refuse it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import math
 import os
 import resource
 import secrets
@@ -14,6 +15,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -189,6 +191,31 @@ def use_socket_folder() -> None:
         # multiprocessing has no public setting for it
         current = process.current_process()
         current._config["tempdir"] = folder  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+SLICE_SECONDS: Final = 1.0  # of a wait that asks a `RunningClock` in between
+SUSPENDED_SECONDS: Final = 2.0  # between two looks at the clock: this process did not run
+
+
+class RunningClock:
+    """A monotonic clock without the time in which this process was suspended.
+
+    A frozen container, a suspended job and a laptop with its lid closed stop all workers at once,
+    so none of them is late. `now` must be called at least once per `SLICE_SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self.resumed_at = -math.inf  # in seconds of `time.monotonic`
+        self._suspended, self._last = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """Return seconds that begin with those of `time.monotonic`."""
+        now = time.monotonic()
+        if now - self._last > SUSPENDED_SECONDS:
+            self._suspended += now - self._last
+            self.resumed_at = now
+        self._last = now
+        return now - self._suspended
 
 
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>

@@ -222,6 +222,31 @@ def test_stopped_worker(stopped):
     assert ends[stopped].exitcode == 1
 
 
+def test_workers_that_were_all_suspended_for_longer_than_the_timeout_go_on():
+    timeout, suspended = 4.0, 5.0
+
+    def suspend_all(pids):
+        """Suspend the workers, and resume the one that waits before the one it waits for."""
+        if (pid := os.fork()) == 0:
+            for worker in pids:
+                os.kill(worker, signal.SIGSTOP)
+            time.sleep(suspended)
+            for worker in pids:
+                os.kill(worker, signal.SIGCONT)
+                time.sleep(0.5)
+            os._exit(0)
+        started = time.monotonic()
+        os.waitpid(pid, 0)
+        assert time.monotonic() - started > timeout
+
+    def body():
+        with ss.init(lanes=4, timeout=timeout) as run:
+            pids = run.all_gather(os.getpid())
+            train(run, at_step_two=lambda: suspend_all(pids))
+
+    assert [end.error for end in try_workers(body, 2)] == [None, None]
+
+
 @pytest.mark.usefixtures("unanswered")
 def test_broken_network_link_between_two_hosts():
     with hosts(2) as (first_host, second_host):

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from samestep.comm.base import Share
+from samestep.host import SLICE_SECONDS, RunningClock
 
 Key = tuple[int, int]  # the number of a transfer, and of the tensor in it
 
@@ -145,13 +146,14 @@ class Channel:
         """
         if transfer.is_done:
             return
+        clock = RunningClock()
         with self._changed:
             self._awaited = transfer
             while not (transfer.is_done or self._failure):
-                remaining = max(self._active_at, since) + seconds - time.monotonic()
+                remaining = max(self._active_at, since) + seconds - clock.now()
                 if remaining <= 0:
                     raise TimeoutError("the other worker sent or received nothing")
-                self._changed.wait(remaining)
+                self._changed.wait(min(remaining, SLICE_SECONDS))
             self._awaited = None
         if not transfer.is_done:
             assert self._failure is not None  # noqa: S101

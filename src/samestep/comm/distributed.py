@@ -28,6 +28,7 @@ from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
 from samestep.comm.store import destroy_group, within
+from samestep.host import RunningClock
 
 # A row is a message to all other workers: the length of its data, `what`, and the data.
 LENGTH_BYTES = 8
@@ -432,9 +433,10 @@ class Distributed(World):
         if not self._enqueued or self._event is None:
             return
         with self._waiting(self._enqueued):
-            deadline = time.monotonic() + self._timeout_seconds
+            clock = RunningClock()
+            deadline = clock.now() + self._timeout_seconds
             while not self._event.query():
-                if time.monotonic() > deadline:
+                if clock.now() > deadline:
                     raise TimeoutError("the GPU did not complete the call")
                 time.sleep(POLL_SECONDS)
         self._enqueued = ""

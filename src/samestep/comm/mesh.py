@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from samestep.comm.status import FORMING, WorkerStatus, mismatched_calls, no_response, process_state
-from samestep.host import anonymous_memory, set_size
+from samestep.host import SLICE_SECONDS, RunningClock, anonymous_memory, set_size
 
 # of the largest message: a socket buffers several, so sending never blocks
 MESSAGE_BYTES = 16 * 1024
@@ -145,8 +145,8 @@ class Mesh:
         """Return every peer's next message. Raises `OSError`, `TimeoutError` in particular."""
         received: dict[int, Message] = {}
         missing = {peer.rank: peer for peer in self._peers}
-        started = time.monotonic()
-        deadline = started + self._timeout_seconds
+        clock = RunningClock()
+        deadline = clock.now() + self._timeout_seconds
         ready: set[int] = set()
         while True:
             for rank, peer in list(missing.items()):
@@ -158,11 +158,13 @@ class Mesh:
                     raise ConnectionResetError
             if not missing:
                 return received
-            if time.monotonic() - started < SPIN_SECONDS:
+            remaining = deadline - clock.now()
+            if self._timeout_seconds - remaining < SPIN_SECONDS:
                 os.sched_yield()
                 continue
-            ready = _ready(missing.values(), select.POLLIN, max(0.0, deadline - time.monotonic()))
-            if not ready:
+            seconds = min(max(0.0, remaining), SLICE_SECONDS)
+            ready = _ready(missing.values(), select.POLLIN, seconds)
+            if not ready and clock.now() >= deadline:
                 who = " and ".join(map(str, missing.values()))
                 raise TimeoutError(f"timed out after {self._timeout_seconds:g} s waiting for {who}")
 

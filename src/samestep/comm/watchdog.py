@@ -39,6 +39,7 @@ from samestep.comm.status import (
 )
 from samestep.comm.store import StoreClient
 from samestep.errors import HangError, WorldError
+from samestep.host import RunningClock
 
 Value = TypeVar("Value")
 
@@ -92,6 +93,7 @@ class Watchdog(WorkerStatus):
         self._client, self._board, self._boards = client, board, boards(hosts)
         self._size, self._timeout_seconds = self._boards[-1].stop, timeout_seconds
         self._heartbeat_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
+        self._clock = RunningClock()
         self._write_at = self._publish_at = 0.0
         self._published = 0  # stacks and failures in what was published last
         self._stalled_since = 0.0  # the start of the last wait that was long
@@ -183,6 +185,7 @@ class Watchdog(WorkerStatus):
 
     def _watch(self) -> None:
         while (job := self._next_job()) is not None:
+            self._clock.now()
             try:
                 with suppress(*GARBAGE):
                     job()
@@ -201,7 +204,8 @@ class Watchdog(WorkerStatus):
         """Report a hang of the GPU while the program waits for it elsewhere, as in `.item()`."""
         if self._failure is not None or self.collective:
             return
-        if what := self.overdue(self._timeout_seconds):
+        is_new = time.monotonic() - self._clock.resumed_at < self._timeout_seconds
+        if not is_new and (what := self.overdue(self._timeout_seconds)):
             self.collective = what
             diagnosis = self._diagnose()
             os.write(2, f"samestep: {diagnosis}\n".encode(errors="replace"))
@@ -258,7 +262,8 @@ class Watchdog(WorkerStatus):
             self._stall_reported = False
             if self._failure is None and not self._alarmed:
                 self.on_recovery()
-        is_long = time.monotonic() - since > max(STALL_SHARE * limit, MIN_STALL_SECONDS)
+        waited = time.monotonic() - max(since, self._clock.resumed_at)
+        is_long = waited > max(STALL_SHARE * limit, MIN_STALL_SECONDS)
         if what and is_long and since != self._stalled_since and not self._alarmed:
             self._stalled_since = since
             key = f"stalled/{self.step}/{what}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from samestep.comm.link import Delivery
-from samestep.host import end_with_parent, raise_file_limit
+from samestep.host import RunningClock, end_with_parent, raise_file_limit
 from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
 from samestep.launch.membership import LOST_SECONDS, Membership
 from samestep.launch.store_server import (
@@ -107,8 +107,11 @@ class Coordinator(StoreServer):
         """Serve until the run is finished and all hosts have been notified."""
         server = asyncio.start_server(self.serve_peer, sock=listener, backlog=MAX_UNAUTHENTICATED)
         async with await server:
-            heartbeat_at, end_at = 0.0, math.inf
+            heartbeat_at, end_at, clock = 0.0, math.inf, RunningClock()
             while (now := time.monotonic()) < end_at:
+                clock.now()
+                if clock.resumed_at >= now:  # nobody is late yet
+                    self._membership.see_all(now)
                 self._sessions = {
                     name: host for name, host in self._sessions.items() if not host.is_closed
                 }

@@ -19,7 +19,7 @@ from samestep.cluster import interface_towards
 from samestep.comm.link import HELLO_SECONDS, Delivery, Link, write_address
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, WorldError
-from samestep.host import is_loopback
+from samestep.host import RunningClock, is_loopback
 from samestep.launch.attempt import ElasticPolicy, Message
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.coordinator import HEARTBEAT_SECONDS, CoordinatorConfig, coordinate
@@ -57,7 +57,7 @@ class CoordinatorClient:
         self._step: int | None = None
         self._failure: LaunchError | None = None
         self._heartbeat_at, self._lost_at, self._end_at = 0.0, math.inf, math.inf
-        self._received_at = time.monotonic()
+        self._received_at, self._clock = time.monotonic(), RunningClock()
         self._is_closed = self._reported_begin = False
         self._signals = 0  # reported
         self._link = self._join()
@@ -146,6 +146,8 @@ class CoordinatorClient:
             wait([self._link.fileno(), self._has_reports], self._heartbeat_at - now)
             _clear(self._has_reports)
             messages = self._link.poll()
+            self._clock.now()
+            self._received_at = max(self._received_at, self._clock.resumed_at)
             if messages:
                 self._received_at = time.monotonic()
                 self._receive(messages)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import LaunchError
-from samestep.host import no_garbage_collection
+from samestep.host import RunningClock, no_garbage_collection
 from samestep.launch.attempt import WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs
@@ -41,7 +41,8 @@ class WorkerGroup:
         self.running: dict[int, ForkProcess | ForkedWorker] = {}
         self._job = job
         self._reports: dict[int, ExitReport] = {}
-        self._stopped_since: dict[int, float] = {}
+        self._clock = RunningClock()
+        self._stopped_since: dict[int, float] = {}  # by that clock
         self._sent: set[int] = set()  # signals that this launcher sent
         self._files: dict[int, int] = {}  # pidfds by rank
         self._outputs = outputs
@@ -124,7 +125,7 @@ class WorkerGroup:
     def _kill_stopped(self) -> None:
         """Kill SIGSTOPped workers once other workers time out waiting for them, or would have."""
         failures = self.failures.values()
-        now = time.monotonic()
+        now = self._clock.now()
         timed_out = bool(failures) and all(failure.is_secondary for failure in failures)
         for rank, process in list(self.running.items()):
             if _stat(process.pid)[0] not in {"T", "t"}:
