@@ -115,6 +115,11 @@ def colored(text: str, color: int, stream: TextIO | None, *, is_terminal: bool =
     return text
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 worker" or "2 workers"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a Unix socket, as the kernel reports."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
