@@ -95,14 +95,6 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
     return events, snapshots[-1]
 
 
-def whole_number(text: str | None) -> int | None:
-    """Return the integer that a text holds, or None."""
-    try:
-        return int(text or "")
-    except ValueError:
-        return None
-
-
 def format_bytes(count: float) -> str:
     """Return a number of bytes with its unit, for example 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

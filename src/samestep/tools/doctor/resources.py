@@ -6,8 +6,15 @@ import resource
 from collections.abc import Iterator
 from typing import Final
 
-from samestep.host import MAX_FILES, available_bytes, counted, memory_limit, process_limit
-from samestep.tools import format_bytes, whole_number
+from samestep.host import (
+    MAX_FILES,
+    available_bytes,
+    counted,
+    memory_limit,
+    process_limit,
+    whole_number,
+)
+from samestep.tools import format_bytes
 from samestep.tools.doctor.system import Case, Finding, good, note, problem
 
 SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
