@@ -306,4 +306,5 @@ def choose(
     by_score = [path for _, _, path in sorted(scored, reverse=True)]
     newest = list(islice(filter(is_complete, by_step), keep_last))
     best = islice(filter(is_complete, by_score), keep_best)
+    # with too few complete ones, no age is old enough for the others to be removed
     return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0
