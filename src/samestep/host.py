@@ -117,6 +117,11 @@ def colored(text: str, color: int, stream: TextIO | None, *, is_terminal: bool =
     return text
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 worker" or "2 workers"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a Unix socket, as the kernel reports."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -279,7 +284,7 @@ def cpu_quota(read: Read = read_file) -> float | None:
         quotas.append((read(f"{group}/cpu.max") or "").split(" "))
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         quotas.append([read(f"{group}/{name}") or "" for name in names])
-    pairs = [[_number(text) for text in quota] for quota in quotas if len(quota) == 2]
+    pairs = [[whole_number(text) for text in quota] for quota in quotas if len(quota) == 2]
     return min((quota / period for quota, period in pairs if quota and period), default=None)
 
 
@@ -295,8 +300,8 @@ def parse_numbers(text: str | None) -> dict[str, int]:
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}
 
 
-def _number(text: str | None) -> int | None:
-    """Parse a number; None for max and -1, which mean no limit."""
+def whole_number(text: str | None) -> int | None:
+    """Parse a number; None for any other text, such as max and -1, which mean no limit."""
     return int(text) if text and text.isdecimal() else None
 
 
@@ -307,7 +312,7 @@ def _lowest_limit(read: Read, controller: str, *names: str) -> int | None:
 
 def _limits(read: Read, group: str, *names: str) -> Iterator[int]:
     for name in names:
-        limit = _number(read(f"{group}/{name}"))
+        limit = whole_number(read(f"{group}/{name}"))
         if limit is not None and limit < UNLIMITED:
             yield limit
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_results import BEGIN, END, ProofResult, Speeds, insert, markdown
+from tests.python import run_python
 
 
 @pytest.fixture
@@ -42,9 +43,7 @@ def test_proofs_and_speeds_are_inserted_into_a_file(place, monkeypatch, capsys):
 
 
 def test_without_a_gpu_the_error_is_one_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=False
-    )
+    done = run_python("-m", "benchmarks.gpu")
     assert done.returncode == 1
     assert re.fullmatch(r"no GPU: torch found none; .*\n", done.stderr)
     assert done.stdout == ""

@@ -75,7 +75,9 @@ def test_a_plain_script_is_short_and_knows_nothing_of_samestep(recipe):
     assert len(text.splitlines()) < 150
 
 
-@pytest.mark.parametrize("script", ["vit/plain.py", "vit/train.py"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("vit/plain.py", marks=pytest.mark.long), "vit/train.py"]
+)
 def test_a_script_that_is_started_by_its_path_finds_the_package(script, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(RECIPES / script), "--help"]

@@ -140,23 +140,34 @@ def train(between, exchange_dtype):
         return after, updates
 
 
-@pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
+BETWEEN = [
+    nothing,
+    clipped,
+    accumulated,
+    discarded,
+    zeroed,
+    partly_cleared,
+    partly_accumulated,
+    read,
+    skipped,
+    with_closure,
+    with_hook,
+    scaled,
+    frozen_later,
+]
+IN_16_BITS = [nothing, accumulated, partly_cleared]  # the others behave alike
+
+
 @pytest.mark.parametrize(
-    "between",
+    ("between", "exchange_dtype"),
     [
-        nothing,
-        clipped,
-        accumulated,
-        discarded,
-        zeroed,
-        partly_cleared,
-        partly_accumulated,
-        read,
-        skipped,
-        with_closure,
-        with_hook,
-        scaled,
-        frozen_later,
+        *((between, None) for between in BETWEEN),
+        *(
+            pytest.param(
+                between, "bfloat16", marks=[pytest.mark.long] * (between not in IN_16_BITS)
+            )
+            for between in BETWEEN
+        ),
     ],
 )
 def test_updates_before_the_last_gradients_change_no_bit(between, exchange_dtype):

@@ -109,7 +109,12 @@ def test_run_is_recognized_by_a_relative_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("job", "before", "after"),
-    [(image_job, 2, 2), (image_job, 2, 3), (streams_job, 3, 1), (streams_job, 1, 2)],
+    [
+        pytest.param(image_job, 2, 2, marks=pytest.mark.long),
+        (image_job, 2, 3),
+        (streams_job, 3, 1),
+        (streams_job, 1, 2),
+    ],
 )
 def test_replacement_workers_resume_from_the_in_memory_snapshot(job, before, after, tmp_path):
     draw = Random(before + 10 * after)

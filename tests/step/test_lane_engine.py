@@ -459,17 +459,22 @@ def updated(world, kind, options, exchange_dtype):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "workers", "have_arrived"),
+    ("exchange_dtype", "hosts", "workers", "have_arrived"),
     [
-        (2, 2, False),
-        (2, 2, True),
-        (2, 4, False),
-        pytest.param(2, 4, True, marks=pytest.mark.long),
-        pytest.param(3, 3, False, marks=pytest.mark.long),
-        (3, 3, True),
+        (None, 2, 2, True),
+        (None, 2, 4, False),
+        ("bfloat16", 2, 2, False),
+        ("bfloat16", 3, 3, True),
+        pytest.param(None, 2, 2, False, marks=pytest.mark.long),
+        pytest.param(None, 2, 4, True, marks=pytest.mark.long),
+        pytest.param(None, 3, 3, False, marks=pytest.mark.long),
+        pytest.param(None, 3, 3, True, marks=pytest.mark.long),
+        pytest.param("bfloat16", 2, 2, True, marks=pytest.mark.long),
+        pytest.param("bfloat16", 2, 4, False, marks=pytest.mark.long),
+        pytest.param("bfloat16", 2, 4, True, marks=pytest.mark.long),
+        pytest.param("bfloat16", 3, 3, False, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("exchange_dtype", [None, "bfloat16"])
 def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     exchange_dtype, hosts, workers, have_arrived, monkeypatch
 ):

@@ -70,7 +70,7 @@ def test_export_uses_the_newest_valid_snapshot(directory, tmp_path, capsys, loca
     assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], torch.ones(600))
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [
-        f"exported model of {directory / 'step-00000001'} to {tmp_path / 'x.safetensors'}",
+        f"exported model of step-00000001 to {tmp_path / 'x.safetensors'}",
         "skipped (not tensors): note",
     ]
     assert printed.err.count("snapshot_rejected") == (0 if location else 2)
@@ -177,4 +177,4 @@ def test_check_of_a_remote_reads_every_byte(url, capsys):
 def test_export_from_a_remote(url, tmp_path, capsys, location):
     assert run("export", f"{url}{location}", tmp_path / "x.safetensors") == 0
     assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], torch.ones(600))
-    assert f"exported model of {url}/step-00000001 to" in capsys.readouterr().out
+    assert "exported model of step-00000001 to" in capsys.readouterr().out

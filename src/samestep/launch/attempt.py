@@ -187,7 +187,6 @@ class RestartBudget:
         return (0 if self.step > self._used_at_step else self._used) < self._max_restarts
 
     def use(self) -> None:
-        """Count a restart."""
         step = self.step or 0
         self._used = 1 if step > self._used_at_step else self._used + 1
         self._used_at_step = max(self._used_at_step, step)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from multiprocessing.connection import wait
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from samestep.launch.coordinator import HEARTBEAT_SECONDS, CoordinatorConfig, co
 from samestep.launch.membership import JOIN_SECONDS, LOST_SECONDS
 from samestep.launch.store_server import MAX_UNAUTHENTICATED
 from samestep.launch.worker import FORK
+from samestep.record.events import samestep_version
 
 RETRY_SECONDS: Final = 0.2  # time between attempts to connect
 MIN_SECONDS: Final = 0.2  # shortest time limit of an attempt to connect
@@ -272,7 +273,7 @@ def join_cluster(spec: ClusterSpec, workers: int, config: Config) -> Iterator[Co
             "set --lanes to the largest number of workers that the run will ever have"
         )
     # bits depend on the version of torch
-    settings = {"--nodes": str(nodes)} | {name: _version(name) for name in ("samestep", "torch")}
+    settings = {"--nodes": str(nodes), "samestep": samestep_version(), "torch": version("torch")}
     listener = _listen(spec.master)
     coordinator = client = None
     try:
@@ -321,10 +322,3 @@ def _listen(master: tuple[str, int]) -> socket.socket | None:
             )
         return listener
     return None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

@@ -143,16 +143,10 @@ class ForkedWorker:
         return self._fork_server.exitcode(self.pid, has_ended=has_ended)
 
     def kill(self) -> None:
-        """Kill the worker."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._file, signal.SIGKILL)
 
-    def join(self) -> None:
-        """Wait until the worker has exited."""
-        wait([self._file])
-
     def close(self) -> None:
-        """Close the worker's pidfd."""
         os.close(self._file)
 
 

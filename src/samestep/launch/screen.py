@@ -55,7 +55,6 @@ class WorkerLog:
             raise FileNotFoundError(f"the log of worker {self._rank} was removed")
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

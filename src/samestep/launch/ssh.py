@@ -117,7 +117,6 @@ class Shell:
         self.send(job)
 
     def close(self) -> None:
-        """Kill the remote shell."""
         self._process.kill()
         self._process.wait()
         self.close_input()

@@ -173,7 +173,6 @@ class StoreConnection:
             self._writer.write(self._seal.seal(message))
 
     def disconnect(self) -> None:
-        """Close the connection immediately."""
         self._writer.transport.abort()
 
     async def receive(self) -> dict[str, Any]:

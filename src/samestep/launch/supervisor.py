@@ -61,7 +61,6 @@ class LocalStore:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the socket and all connections."""
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
 
@@ -110,7 +109,6 @@ class LocalCoordinator:
         return () if self._listener is None else (self._listener,)
 
     def close(self) -> None:
-        """Close the stores."""
         if self._store is not None:
             self._store.close()
         if self._listener is not None:
@@ -242,7 +240,9 @@ class Supervisor:
             self._join_again()
         elif order["order"] == "restarting":
             if self._coordinator.leads:
-                self._record_restart(WorkerFailure(**order["failure"]))
+                failure = WorkerFailure(**order["failure"])
+                self._outputs.print(f"worker {failure.rank}: {failure}; restarting all workers")
+                self._record("restarting", failure, reason=failure.summary)
         elif self._group and order["attempt"] == self._attempt:
             if order["order"] == "signal":
                 self._signals_due = [(now, signal.Signals(order["signal"]))]
@@ -296,11 +296,6 @@ class Supervisor:
         if self._group and (state.step is None or state.is_under_way or self._group.failures):
             while self._signals_due and self._signals_due[0][0] <= time.monotonic():
                 self._group.send(self._signals_due.pop(0)[1])
-
-    def _record_restart(self, failure: WorkerFailure) -> None:
-        """Print and record the failure for which all workers are restarted."""
-        self._outputs.print(f"worker {failure.rank}: {failure}; restarting all workers")
-        self._record("restarting", failure, reason=failure.summary)
 
     def _record_failure(self, failure: WorkerFailure) -> None:
         """Record the failure that ends the run, if the worker could not: it was killed."""

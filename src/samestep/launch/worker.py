@@ -162,7 +162,6 @@ class ExitReport:
         return error if isinstance(error, Exception) else None
 
     def close(self) -> None:
-        """Free the memory."""
         self._memory.close()
 
 

@@ -68,8 +68,7 @@ class CommitProtocol:
             raise SnapshotError("this worker stopped")
 
     def send_part(self, part: Part) -> None:
-        """Report this worker's part, whose data file is durable, to rank 0."""
-        # Rank 0 takes a part as proof that the data is on disk. So it appears complete, and last.
+        """Report to rank 0 that this worker's data file is on disk."""
         write_atomically(self._part_path(self.rank), part.to_bytes())
 
     def receive_parts(self) -> list[Part]:
@@ -80,7 +79,7 @@ class CommitProtocol:
         paths = [self._part_path(rank) for rank in range(self.workers)]
 
         def missing() -> str:
-            # One listing instead of two lookups per worker: a file server notices the difference.
+            # one listing instead of two lookups per worker, which would load a file server
             present = {path.name for path in self.directory.iterdir()}
             for rank in range(self.workers):
                 if self._failed_path(rank).name in present:  # no need to wait for the others
@@ -92,17 +91,11 @@ class CommitProtocol:
         return [Part.from_bytes(path.read_bytes()) for path in paths]
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, then remove all files that it does not name.
-
-        Only the parts must go: other workers wait for that.
-        """
-        # The commit: from here on, the snapshot exists, even if this process is killed.
+        """Write the manifest, then remove all files that it does not name."""
         write_atomically(self.directory / NAME, manifest.to_bytes())
-        # Each worker takes the removal of its part as the news that the save is complete.
         for rank in range(self.workers):
-            self._part_path(rank).unlink()
-        # An attempt that was killed during its save of this step may have left files. They only
-        # take space, so errors do not matter.
+            self._part_path(rank).unlink()  # tells that worker that its save is complete
+        # others are left from a killed attempt; they only take space, so errors do not matter
         named = {NAME, *(file.name for file in manifest.files)}
         for path in self.directory.iterdir():
             if path.name not in named:
@@ -113,13 +106,11 @@ class CommitProtocol:
         """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""
 
         def missing() -> str:
-            # Checked first: rank 0 reports a failure before it removes parts, and it may do both
-            # between two of these lines.
+            # first, because rank 0 reports a failure before it removes parts
             is_pending = self._part_path(self.rank).exists()
             if self._failed_path(0).exists():
                 self._discard([self.rank])  # also if rank 0 was killed before it did
                 raise self._failure(0)
-            # The part is gone without a commit or a report: someone removed the directory.
             if not (is_pending or (self.directory / NAME).exists()):
                 raise SnapshotError("its files were removed")
             return "worker 0 did not write the manifest" if is_pending else ""
@@ -131,24 +122,20 @@ class CommitProtocol:
 
         Files that a manifest names stay: an error after the commit damages no snapshot.
         """
-        # Rank 0 may fail after the commit, such as while it removes parts. The others still wait
-        # for that, and would otherwise report a failure of a snapshot that exists.
-        if self._is_committed():
+        if self._is_committed():  # the others still wait for the removal of their parts
             for rank in range(self.workers):
                 with suppress(OSError):
                     self._part_path(rank).unlink(missing_ok=True)
             return
-        self._discard([self.rank])
-        # Only now, because removing the data makes room on a full disk.
+        self._discard([self.rank])  # first, to make room on a full disk
         path = self._failed_path(self.rank)
         try:
             write_atomically(path, str(failure).encode())
         except OSError:
             with suppress(OSError):
                 path.touch()  # an empty file fits on a full disk
-        # After the report: a worker whose part disappears looks for the reason.
         if self.rank == 0:
-            self._discard(range(self.workers))
+            self._discard(range(self.workers))  # last: a worker whose part disappears looks why
 
     def _wait_while(self, missing: Callable[[], str]) -> None:
         deadline = time.monotonic() + self.timeout_seconds
@@ -161,7 +148,7 @@ class CommitProtocol:
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
     def _failure(self, rank: int) -> PeerFailedError:
-        # On a full disk, the report is an empty file.
+        # an empty report is that of a full disk
         unknown = f"worker {rank} could not write its part of snapshot {self.directory}"
         return PeerFailedError(self._failed_path(rank).read_text() or unknown)
 
@@ -182,9 +169,7 @@ class CommitProtocol:
                     path.unlink(missing_ok=True)
 
     def data_path(self, rank: int) -> Path:
-        """Return the path of a worker's data file."""
-        # No save ever writes to files of another one, not even of the same step: an older manifest
-        # and its data stay valid until the new manifest replaces it.
+        """Return the path of a worker's data file; an earlier save of the same step has others."""
         return self.directory / f"tensors-{self.attempt}-{rank}-of-{self.workers}.safetensors"
 
     def _part_path(self, rank: int) -> Path:
@@ -210,7 +195,6 @@ def combine(
         torch=str(torch.__version__),
         score=score,
         info=info,
-        # only that of rank 0 has the values that all workers share
         state=reduce(merge, (part.state for part in parts)),
         specs=_specs(parts),
         pieces=_pieces(parts),
@@ -219,7 +203,6 @@ def combine(
 
 
 def _specs(parts: Sequence[Part]) -> dict[str, TensorSpec]:
-    # Rank 0 describes all shared tensors; others describe those of which they wrote a piece.
     specs: dict[str, TensorSpec] = {}
     for rank, part in enumerate(parts):
         for name, spec in part.specs.items():
@@ -234,8 +217,7 @@ def _specs(parts: Sequence[Part]) -> dict[str, TensorSpec]:
 def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
     """Return the pieces of each tensor; of equal pieces from several workers, the first."""
     pieces: dict[str, list[StoredPiece]] = {name: [] for part in parts for name in part.specs}
-    # Shared tensors were divided without overlap and have no digests. Complete tensors among the
-    # workers' own states may have been written by several workers, which must agree.
+    # of complete tensors in the workers' own states, which several workers may have written
     digests: dict[tuple[str, int, int], str | None] = {}
     for rank, part in enumerate(parts):
         for name, start, stop, offset, digest in part.pieces:
@@ -253,10 +235,7 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
 
 
 class Retention:
-    """Removes old snapshots of a run's directory.
-
-    The `keep_last` newest complete ones and the `keep_best` with the highest score stay.
-    """
+    """Removes all but the `keep_last` newest snapshots and the `keep_best` with highest scores."""
 
     def __init__(
         self, directory: Path, keep_last: int, keep_best: int, verified: Iterable[Path] = ()
@@ -279,22 +258,19 @@ class Retention:
         steps = {path: step_of(path) or 0 for path in paths}
         # newest first
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
-        # This compares only the sizes of files. `choose` then reads those that may stay completely.
+        # only the sizes of files are compared here; `choose` then reads those that may stay
         scores = {path: inspect(path).score for path in candidates if self._is_valid(path, inspect)}
         staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
         # What cannot be read now may be all that is left to resume from later.
         staying |= {written, *self._unreadable}
         old = [path for path in candidates if path not in staying]
-        # A damaged snapshot goes with the complete ones of its age. One without a manifest never
-        # was complete, and nobody writes to it any more, since saves follow one another.
         removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
         for path in removed:
             remove(path)
         return removed
 
     def _is_complete(self, path: Path) -> bool:
-        # Reads every byte, so once per process.
-        if path not in self._checked and self._is_valid(path, check):
+        if path not in self._checked and self._is_valid(path, check):  # reads every byte
             self._checked.add(path)
         return path in self._checked
 
@@ -328,8 +304,7 @@ def choose(
     ]
     by_step = sorted(steps, key=steps.__getitem__, reverse=True)
     by_score = [path for _, _, path in sorted(scored, reverse=True)]
-    # `islice` ends as soon as enough are found: each check may read many gigabytes.
     newest = list(islice(filter(is_complete, by_step), keep_last))
     best = islice(filter(is_complete, by_score), keep_best)
-    # With too few complete ones, no age is old enough for the others to be removed.
+    # with too few complete ones, no age is old enough for the others to be removed
     return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0

@@ -80,13 +80,13 @@ class SnapshotWriter:
         self._rank, self._workers = rank, workers
         self._report, self._before_commit, self._on_commit = report, before_commit, on_commit
         self._retention = Retention(directory, keep_last, keep_best, verified)
-        self._staging = StagingBuffer()  # serves all saves, one at a time
+        self._staging = StagingBuffer()
         self._preparation: threading.Thread | None = None  # allocates the buffer
-        self._saves = 0  # part of file names
+        self._saves = 0
         self._pending: Future[list[Event]] | None = None  # the commit of the last save
         self._thread: threading.Thread | None = None  # writes the last save, then tidies up
         self._tidied: deque[Event] = deque()  # removals, reported by the caller's thread
-        self._given_up = threading.Event()  # ends all waits of the thread
+        self._given_up = threading.Event()
 
     def prepare(self, shared: States, own_states: States) -> None:
         """Allocate memory in the background, so that the first `save` need not wait for it.
@@ -100,7 +100,6 @@ class SnapshotWriter:
             with suppress(RuntimeError):  # the save reports that there is not enough memory
                 self._staging.reserve(contribution.file_bytes, device)
 
-        # Training continues: clearing new pages takes far longer than filling them.
         self._preparation = threading.Thread(target=reserve, name="prepare snapshots", daemon=True)
         self._preparation.start()
 
@@ -123,14 +122,11 @@ class SnapshotWriter:
         memory, which must stay until the save is committed: see `is_writing`. Raises
         `SnapshotError` for an unsupported state, or if the previous save failed.
         """
-        # There is one buffer, and one save at a time on all workers. So this blocks training only
-        # if the disk is slower than the interval between saves.
-        self.wait()
+        self.wait()  # blocks training only if the disk is slower than the interval between saves
         started = time.perf_counter()
         if self._preparation is not None:
             self._preparation.join()  # both would allocate the buffer
-        # `values` are 1-D, mostly views of tensors that the next step changes. Training waits until
-        # they are copied; everything later works on the copy.
+        # `values` are 1-D, mostly views of tensors that the next step changes
         contribution, values = contribution_of(shared, own_states, self._rank, self._workers)
         data = None if stage is None else stage(contribution, values)
         if data is None:
@@ -147,11 +143,9 @@ class SnapshotWriter:
         merge = partial(combine, step=step, attempt=attempt, info=info, score=score)
         event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
         work = partial(self._write, protocol, contribution, data, merge, event)
-        # The previous thread may still be removing old snapshots. The new one starts to write
-        # anyway and waits for it only before it removes any itself.
         self._pending, before = Future(), self._thread
-        # The thread ends with the process: a file system that hangs must not keep it alive.
         write = partial(self._run, work, self._pending, path, before)
+        # daemon: a file system that hangs must not keep the process alive
         self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
         self._thread.start()
 
@@ -198,9 +192,7 @@ class SnapshotWriter:
             self._preparation.join()
         if self._thread is not None:
             self._thread.join(grace_seconds)
-            # The thread now reports a failure, so that the other workers need not wait for the
-            # timeout.
-            self._given_up.set()
+            self._given_up.set()  # it reports a failure, so that other workers need not wait
             self._thread.join(GIVE_UP_SECONDS)
         with suppress(SnapshotError):  # it was reported
             self.raise_if_failed()
@@ -217,26 +209,21 @@ class SnapshotWriter:
         started = time.perf_counter()
         directory = protocol.directory
         try:
-            # Any worker may be the first. The order below is what makes an interruption harmless:
-            # data, then the part that vouches for it, then the manifest that names all data.
+            # an interruption is harmless: data comes first, then the part that vouches for it,
+            # then the manifest that names all data
             directory.mkdir(parents=True, exist_ok=True)
             path = protocol.data_path(self._rank)
             protocol.send_part(write_part(path, contribution, data, protocol.raise_if_given_up))
-            # Rank 0 waits for all parts. Merging them checks that the workers agree and that every
-            # tensor is complete, so that what is committed can be loaded.
             if self._rank == 0:
                 manifest = merge(protocol.receive_parts())
-                # The record must reach this step too: a run that resumes adds to it from here.
                 self._before_commit()
                 protocol.commit(manifest)
                 sync(self._directory)  # the name of a new snapshot
         except Exception as error:
-            # Whatever failed, the other workers wait for this one until they see its report.
             failure = self._failure(directory, error)
             protocol.report_failure(failure)
             raise failure from error
-        # A save ends the same way on all workers: with the commit, or with rank 0's failure. An
-        # error here is not reported, since the snapshot may be committed all the same.
+        # an error is not reported to the others: the snapshot may be committed all the same
         if self._rank > 0:
             try:
                 protocol.wait_for_commit()
@@ -259,7 +246,6 @@ class SnapshotWriter:
         except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
             pending.set_exception(error)
             return  # old snapshots stay
-        # Only after the commit, so that there is a complete snapshot at every moment.
         if before is not None:
             before.join()
         if self._rank == 0:
@@ -283,7 +269,6 @@ class SnapshotWriter:
             reason = f"{type(error).__name__}: {error}"
         elif isinstance(error, OSError) and (advice := _ADVICE.get(error.errno or 0)):
             reason += f"; {advice}"
-        # Read now rather than remembered: it may have been removed or damaged since.
         complete = (
             f"The newest complete snapshot is {path.name}: the run can resume from it"
             for path in reversed(list_snapshots(self._directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from samestep.errors import RecordError
 from samestep.record import read_events
 
 OUTPUT: Final = "output.txt"
+SHOWN_LINES: Final = 30
+_WORKER_FAILURE: Final = re.compile(r"(?m)^(samestep: error: )?(?=worker \d+ failed first: )")
 # the run neither writes anything outside its directory nor restarts
 ISOLATED: Final = (
     *(f"--{name}=none" for name in ("remote", "transfer", "sinks", "on-event")),
@@ -70,6 +73,13 @@ def _sigterm_as_exit() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def first_failure(directory: Path) -> str:
+    """Return the launcher's last report of the worker that failed first, or else the last lines."""
+    output = (directory / OUTPUT).read_text(errors="replace")
+    starts = [match.end() for match in _WORKER_FAILURE.finditer(output)]
+    return "\n".join(output[starts[-1] if starts else 0 :].strip().splitlines()[-SHOWN_LINES:])
+
+
 def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
     """Return the events and the newest snapshot of a run. Raises `RecordError` without either."""
     from samestep.snapshot.read import list_snapshots
@@ -83,19 +93,6 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
         needed = "track its model and optimizer (run.track) and train for at least one step"
         raise RecordError(f"the script wrote no snapshot; it must {needed}")
     return events, snapshots[-1]
-
-
-def counted(count: float, noun: str) -> str:
-    """Return a count with its noun, such as "1 worker" or "2 workers"."""
-    return f"{count:g} {noun}{'s' * (count != 1)}"
-
-
-def whole_number(text: str | None) -> int | None:
-    """Return the integer that a text holds, or None."""
-    try:
-        return int(text or "")
-    except ValueError:
-        return None
 
 
 def format_bytes(count: float) -> str:

@@ -50,37 +50,29 @@ def main(options: argparse.Namespace) -> int:
             else "takes no output file"
         )
         raise ConfigError(f"samestep snapshots {options.action} {needed}")
-    snapshots = open_snapshots(options.directory)
+    is_remote = is_url(options.directory)
+    snapshots = (RemoteSnapshots if is_remote else LocalSnapshots)(options.directory)
     if options.action == "export":
         return _export(snapshots, options.file, options)
     return _check(snapshots) if options.action == "check" else _list(snapshots)
 
 
-def open_snapshots(location: str) -> LocalSnapshots | RemoteSnapshots:
-    """Return the snapshots at a path or URL. Raises `ConfigError` if it is neither."""
-    if is_url(location):
-        return RemoteSnapshots(location)
-    if not Path(location).is_dir():
-        raise ConfigError(f"expected the directory of a run or snapshot, or a URL, got {location}")
-    return LocalSnapshots(Path(location))
-
-
 class LocalSnapshots:
     """The snapshots in a run's directory, or a single snapshot, by name."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, location: str) -> None:
         from samestep.snapshot.manifest import NAME
         from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 
+        directory = Path(location)
+        if not directory.is_dir():
+            expected = "the directory of a run or snapshot, or a URL"
+            raise ConfigError(f"expected {expected}, got {location}")
         is_snapshot = (directory / NAME).exists() or step_of(directory) is not None
         paths = [directory] if is_snapshot else list_snapshots(directory)
         self._paths = {path.name: path for path in paths}
         self._inspect, self._check = inspect, check
-        self.location, self.names = str(directory), list(self._paths)
-
-    def location_of(self, name: str) -> str:
-        """Return the path of a snapshot."""
-        return str(self._paths[name])
+        self.location, self.names = location, list(self._paths)
 
     def inspect(self, name: str) -> Manifest:
         """Return the manifest of a snapshot. Raises `SnapshotError` if files are missing."""
@@ -105,10 +97,6 @@ class RemoteSnapshots:
         self._remote = RemoteDirectory(folder if is_snapshot else url)
         self.location = url
         self.names = [name] if is_snapshot else self._remote.names()
-
-    def location_of(self, name: str) -> str:
-        """Return the URL of a snapshot."""
-        return f"{self._remote.url}/{name}"
 
     def inspect(self, name: str) -> Manifest:
         """Return the manifest of a snapshot. Raises `SnapshotError` if files are missing."""
@@ -175,7 +163,7 @@ def _export(
         else:
             raise SnapshotError(f"no valid snapshot to export in {snapshots.location}")
         skipped = export(path, Path(file), name, shard_bytes=shard_bytes, dcp=dcp)
-    print(f"exported {name} of {snapshots.location_of(newest)} to {file}")
+    print(f"exported {name} of {newest} to {file}")
     if skipped:
         print(f"skipped (not tensors): {', '.join(skipped)}")
     return 0

@@ -23,12 +23,11 @@ from samestep.data.generators import OBSERVED
 from samestep.errors import VerifyError
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
-from samestep.tools import OUTPUT, read_run, started
+from samestep.tools import first_failure, read_run, started
 
 OBSERVED_FOLDER: Final = "observed"
 KILL_ATTEMPTS: Final = 5
 POLL_SECONDS: Final = 0.002
-SHOWN_LINES: Final = 30
 
 
 class Observation(NamedTuple):
@@ -140,9 +139,8 @@ class ScriptTracer:
         with self._start(size, directory, resume) as process:
             status = process.wait()
         if status != 0:
-            lines = (directory / OUTPUT).read_text(errors="replace").splitlines()
-            tail = "\n".join(lines[-SHOWN_LINES:])
-            raise VerifyError(f"the script failed at n={size} with status {status}:\n{tail}")
+            failed = f"the script failed at n={size} with status {status}"
+            raise VerifyError(f"{failed}:\n{first_failure(directory)}")
         return _start_event(directory)
 
     def _start(

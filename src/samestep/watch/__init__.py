@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from samestep.errors import ConfigError
-from samestep.host import is_loopback, read_secret
-from samestep.watch.run_state import counted
+from samestep.host import counted, is_loopback, read_secret
 from samestep.watch.runs import LOCATIONS, check_locations, open_views
 
 LARGEST_PORT: Final = 65535

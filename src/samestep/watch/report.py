@@ -19,8 +19,8 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 from samestep.errors import ConfigError, RecordError
+from samestep.host import counted
 from samestep.watch.curves import AXES
-from samestep.watch.run_state import counted
 from samestep.watch.runs import LOCATIONS, check_locations, open_views
 from samestep.watch.view import View
 

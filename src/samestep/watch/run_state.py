@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.host import counted
 from samestep.record.events import NON_FINITE
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
@@ -325,11 +326,6 @@ def _describe_start(event: Event, kind: str, before: Event) -> str:
     if before and workers_before != workers:
         text += f": resized from {workers_before} to {count}"
     return text
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun in singular or plural."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def cause(failures: Sequence[Event]) -> dict[str, str | None] | None:

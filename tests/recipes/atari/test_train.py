@@ -98,12 +98,14 @@ def trained(tmp_path_factory):
     return directory, train(1, directory)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_number_of_workers_changes_nothing(workers, trained, tmp_path):
     assert train(workers, tmp_path) == trained[1]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["plain Q-learning", pytest.param("bfloat16", marks=pytest.mark.long)]
+)
 def test_nor_does_it_with_other_settings(variant, tmp_path):
     changes = [*VARIANTS[variant], "updates=3", "evaluation.games=1"]
     assert train(3, tmp_path / "3", *changes) == train(1, tmp_path / "1", *changes)
@@ -172,7 +174,7 @@ def test_a_run_that_was_killed_goes_on_at_another_number_of_workers(trained, tmp
     assert train(4, tmp_path) == trained[1]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_evaluation_as_a_command_gives_the_same_returns(workers, trained, capfd):
     directory, left = trained
     for scores in run_workers(recipe.main, workers, ["--eval", "--dir", str(directory)]):

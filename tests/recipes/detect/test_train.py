@@ -84,7 +84,7 @@ def test_samestep_verify_finds_every_step_the_same(digits, capsys):
     assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_number_of_workers_changes_nothing(workers, trained, digits, tmp_path):
     left = train(workers, tmp_path, digits)
     assert left == trained[1]
@@ -115,7 +115,7 @@ def test_a_run_that_stopped_in_an_epoch_goes_on_as_if_it_had_not(trained, digits
     assert train(3, tmp_path, digits) == trained[1]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_evaluation_as_a_command_gives_the_same_predictions(workers, trained, tmp_path):
     directory, left = tmp_path / "run", trained[1]
     shutil.copytree(trained[0], directory)

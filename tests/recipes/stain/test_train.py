@@ -33,15 +33,12 @@ from tests.workers import WorkerFailedError, run_workers
 
 VARIANTS = {
     "linear": [],
-    "sharded, step, bfloat16": [
+    "step": ["optimizer.policy=step", "optimizer.step_epochs=1"],
+    "sharded, plateau, bfloat16, loader processes": [
         "optimizer.shard=true",
-        "optimizer.policy=step",
-        "optimizer.step_epochs=1",
-        "precision=bfloat16",
-    ],
-    "plateau, loader processes": [
         "optimizer.policy=plateau",
         "optimizer.patience=0",
+        "precision=bfloat16",
         "data.loader_workers=1",
         "model.norm=instance",
     ],
@@ -76,7 +73,10 @@ def run_to_end(workers, directory, *changes, **environment):
 # The same at any number of workers
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(2, "1"), (4, "1"), (1, "cpu,cpu")])
+@pytest.mark.parametrize(
+    ("workers", "devices"),
+    [(2, "1"), pytest.param(4, "1", marks=pytest.mark.long), (1, "cpu,cpu")],
+)
 def test_the_number_of_workers_and_devices_changes_nothing(
     workers, devices, trained, data, tmp_path
 ):
@@ -106,7 +106,10 @@ def test_what_is_compared_holds_every_network_and_both_optimizers_after_updates(
         assert f"/{kind}_scheduler/last_epoch" in trained[1]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(variant, marks=[pytest.mark.long] * (variant == "step")) for variant in VARIANTS],
+)
 def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_workers(
     variant, data, trained, tmp_path
 ):

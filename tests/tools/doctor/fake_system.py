@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from samestep.tools.doctor.system import Case, Finding, Interface, Space, System
+from samestep.tools.doctor.system import Case, Finding, System
+
+
+class Interface(NamedTuple):
+    """A network interface, as psutil describes it."""
+
+    isup: bool
+    speed: int
+
+
+class Space(NamedTuple):
+    """The size of a file system, as `shutil.disk_usage` describes it."""
+
+    total: int
+    free: int
+
 
 GIGABYTE = 1 << 30
-ETHERNET = Interface("eth0", up=True, megabits=10_000)
-LOOPBACK = Interface("lo", up=True, megabits=None)
+ETHERNET = Interface(isup=True, speed=10_000)
+LOOPBACK = Interface(isup=True, speed=0)
 LIMITS = {
     resource.RLIMIT_NOFILE: (65536, 65536),
     resource.RLIMIT_NPROC: (96343, 96343),
@@ -34,7 +49,7 @@ class FakeSystem(System):
         environment: Mapping[str, str] | None = None,
         commands: Mapping[str, str] | None = None,
         limits: Mapping[int, tuple[int | None, int | None]] | None = None,
-        interfaces: Sequence[Interface] = (ETHERNET, LOOPBACK),
+        interfaces: Mapping[str, Interface] | None = None,
         kind: str = "xfs",
         spaces: Mapping[str, Space] | None = None,
         lacking: Collection[str] = (),
@@ -45,7 +60,8 @@ class FakeSystem(System):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(content)
         self._commands, self._limits = commands or {}, {**LIMITS, **(limits or {})}
-        self._interfaces, self._lacking = interfaces, lacking
+        self._interfaces = interfaces or {"eth0": ETHERNET, "lo": LOOPBACK}
+        self._lacking = lacking
         self._mounts, self._spaces = [("/", "ext4"), (str(root), kind)], spaces or {}
         self._writable = writable
 
@@ -62,7 +78,7 @@ class FakeSystem(System):
         return list(self._lacking)
 
     def interfaces(self):
-        return list(self._interfaces)
+        return self._interfaces
 
     def interface_towards(self, host):
         return "lo" if host.startswith("127.") else "eth0"

@@ -8,9 +8,16 @@ from samestep.tools.doctor.cluster import (
     check_launcher,
     has_several_hosts,
 )
-from samestep.tools.doctor.system import Interface, Space, System
+from samestep.tools.doctor.system import System
 from tests.slurm import SECOND_OF_TWO_TASKS
-from tests.tools.doctor.fake_system import ETHERNET, GIGABYTE, LOOPBACK, only_result
+from tests.tools.doctor.fake_system import (
+    ETHERNET,
+    GIGABYTE,
+    LOOPBACK,
+    Interface,
+    Space,
+    only_result,
+)
 
 NONE = ("", "")
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -22,8 +29,8 @@ ONE_OF_TWO_HOSTS = {
     "MASTER_ADDR": "10.0.0.5",
     "MASTER_PORT": "29500",
 }
-INFINIBAND = Interface("ib0", up=True, megabits=200_000)
-WITH_INFINIBAND = [ETHERNET, INFINIBAND, LOOPBACK]
+INFINIBAND = Interface(isup=True, speed=200_000)
+WITH_INFINIBAND = {"eth0": ETHERNET, "ib0": INFINIBAND, "lo": LOOPBACK}
 
 
 def test_several_hosts_are_recognized_by_the_variables_of_launchers():
@@ -64,11 +71,11 @@ def test_a_faster_interface_is_a_problem_only_with_several_hosts(tmp_path):
 
 
 def test_interfaces_that_are_down_or_virtual_are_no_faster_path(tmp_path):
-    interfaces = [
-        Interface("docker0", up=True, megabits=100_000),
-        ETHERNET,
-        Interface("ib0", up=False, megabits=200_000),
-    ]
+    interfaces = {
+        "docker0": Interface(isup=True, speed=100_000),
+        "eth0": ETHERNET,
+        "ib0": Interface(isup=False, speed=200_000),
+    }
     assert only_result(check_interfaces, tmp_path, interfaces=interfaces)[0] == "good"
 
 

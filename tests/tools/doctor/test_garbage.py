@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.tools.doctor.command import as_text, default_workers, examine
-from samestep.tools.doctor.system import Case, Interface, Space, System
-from tests.tools.doctor.fake_system import FILES
+from samestep.tools.doctor.system import Case, System
+from tests.tools.doctor.fake_system import FILES, Interface, Space
 from tests.tools.doctor.test_software import TWO_GPUS
 
 WORDS = st.sampled_from(
@@ -30,7 +30,7 @@ TEXTS = (
 )
 NAMES = st.text(min_size=1, max_size=4) | st.just("eth0")
 SIZES = st.integers(0, 9)
-INTERFACES = st.builds(Interface, NAMES, st.booleans(), st.none() | SIZES)
+INTERFACES = st.dictionaries(NAMES, st.builds(Interface, st.booleans(), SIZES), max_size=3)
 LIMITS = st.none() | st.integers(0, 9)
 VARIABLES = [
     *("SAMESTEP_THREADS", "SAMESTEP_LANES", "SAMESTEP_REMOTE", "OMP_NUM_THREADS"),
@@ -47,7 +47,7 @@ class RandomSystem(System):
         self._texts = draw(st.lists(TEXTS, min_size=1, max_size=8))
         self._names = draw(st.lists(NAMES, max_size=3))
         self._limits = draw(st.tuples(LIMITS, LIMITS))
-        self._interfaces = draw(st.lists(INTERFACES, max_size=3))
+        self._interfaces = draw(INTERFACES)
         self._towards = draw(st.none() | st.just("eth0"))
         self._mounts = draw(st.lists(st.tuples(st.just("/") | GARBAGE, GARBAGE), max_size=3))
         self._space = draw(st.none() | st.builds(Space, SIZES, SIZES))

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from samestep.tools.doctor.probe import describe_torch, measure_disk
+from tests.python import run_python
 
 
 def test_torch_is_described_by_its_version_and_build():
@@ -16,8 +15,8 @@ def test_torch_is_described_by_its_version_and_build():
 
 
 def test_a_quick_probe_only_imports_torch_and_counts_gpus(tmp_path):
-    command = ["-m", "samestep.tools.doctor.probe", str(tmp_path), "--quick", "--gpus"]
-    report = json.loads(subprocess.check_output([sys.executable, *command]))
+    command = ["-m", "samestep.tools.doctor.probe", tmp_path, "--quick", "--gpus"]
+    report = json.loads(run_python(*command, check=True).stdout)
     assert report["gpus"] == 0  # conftest hides the GPUs of this machine
     assert report.keys() == {"import_seconds", "version", "cuda_build", "gpus"}
 

@@ -12,8 +12,7 @@ from samestep.tools.doctor.resources import (
     check_processors,
     check_shared_memory,
 )
-from samestep.tools.doctor.system import Space
-from tests.tools.doctor.fake_system import GIGABYTE, case_of, only_result, results
+from tests.tools.doctor.fake_system import GIGABYTE, Space, case_of, only_result, results
 
 NONE = ("", "")
 DOCKER = {"/dev/shm": Space(64 << 20, 64 << 20)}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 from samestep.cluster import GLOO_INTERFACE as GLOO
 from samestep.cluster import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS, find_process
 from samestep.errors import ConfigError
 from samestep.tools import format_bytes
-from samestep.tools.doctor.system import Case, Finding, Interface, System, good, note, problem
+from samestep.tools.doctor.system import Case, Finding, System, good, note, problem
 
 VIRTUAL: Final = ("docker", "br-", "veth", "virbr", "cni", "flannel", "ifb", "tun", "tap")
 IN_MEMORY: Final = ("tmpfs", "ramfs")
@@ -44,7 +44,7 @@ def has_several_hosts(system: System) -> bool:
 def check_interfaces(case: Case) -> Iterator[Finding]:
     """Report variables that select a wrong network interface, and a faster one."""
     system, interfaces = case.system, case.system.interfaces()
-    yield from _check_selected(system, [interface.name for interface in interfaces])
+    yield from _check_selected(system, list(interfaces))
     if GLOO not in system.environment:
         yield from _check_speed(system, interfaces)
 
@@ -66,32 +66,28 @@ def _check_selected(system: System, names: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def _check_speed(system: System, interfaces: Sequence[Interface]) -> Iterator[Finding]:
+def _check_speed(system: System, interfaces: Mapping[str, Any]) -> Iterator[Finding]:
     """Compare the interface that samestep lets gloo use towards other hosts with the others."""
     master, towards = system.environment.get("MASTER_ADDR"), system.interface_towards
-    name = (master and towards(master)) or towards(OUTSIDE_ADDRESS)
-    chosen = next((interface for interface in interfaces if interface.name == name), None)
-    if chosen is None:
+    chosen = (master and towards(master)) or towards(OUTSIDE_ADDRESS)
+    if chosen is None or chosen not in interfaces:
         return
-    fastest = max(
-        (link for link in interfaces if link.up and not link.name.startswith(VIRTUAL)),
-        key=lambda interface: interface.megabits or 0,
-        default=chosen,
-    )
-    if (fastest.megabits or 0) > (chosen.megabits or 0) > 0:
+    speeds = {name: interface.speed for name, interface in interfaces.items()}
+    texts = {
+        name: f"{name} ({f'{speed / 1000:g} Gbit/s' if speed else 'unknown speed'})"
+        for name, speed in speeds.items()
+    }
+    usable = [name for name in speeds if interfaces[name].isup and not name.startswith(VIRTUAL)]
+    fastest = max(usable, key=speeds.__getitem__, default=chosen)
+    if speeds[fastest] > speeds[chosen] > 0:
         advise = problem if has_several_hosts(system) else note
         yield advise(
-            f"workers on other hosts are reached through {chosen.name} ({_speed(chosen)}), but "
-            f"{fastest.name} is faster ({_speed(fastest)}).",
-            f"{GLOO}={fastest.name} NCCL_SOCKET_IFNAME={fastest.name}, if it leads to the other "
-            "hosts, too",
+            f"workers on other hosts are reached through {texts[chosen]}, but {fastest} is faster "
+            f"({speeds[fastest] / 1000:g} Gbit/s).",
+            f"{GLOO}={fastest} NCCL_SOCKET_IFNAME={fastest}, if it leads to the other hosts, too",
         )
-    elif chosen.name != LOOPBACK_INTERFACE:
-        yield good(f"other hosts are reached through {chosen.name} ({_speed(chosen)})")
-
-
-def _speed(interface: Interface) -> str:
-    return f"{interface.megabits / 1000:g} Gbit/s" if interface.megabits else "unknown speed"
+    elif chosen != LOOPBACK_INTERFACE:
+        yield good(f"other hosts are reached through {texts[chosen]}")
 
 
 def check_directory(case: Case) -> Iterator[Finding]:
@@ -123,9 +119,9 @@ def _check_space(system: System, path: Path) -> Iterator[Finding]:
             f"{path} cannot be written, so a run with this --dir would fail at its start.",
             "pass --dir with a directory that you can write",
         )
-    if space is not None and space.free_bytes < LEAST_BYTES:
+    if space is not None and space.free < LEAST_BYTES:
         yield problem(
-            f"{path} has {format_bytes(space.free_bytes)} free. A run stops when its disk is full; "
+            f"{path} has {format_bytes(space.free)} free. A run stops when its disk is full; "
             "it retains 4 snapshots, each of 3 times the parameters' bytes with Adam.",
             "free some space, pass another --dir, or --keep-last 1 --keep-best 0",
         )

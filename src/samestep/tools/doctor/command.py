@@ -12,8 +12,7 @@ from typing import Final
 
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
-from samestep.host import GREEN, RED, colored
-from samestep.tools import counted
+from samestep.host import GREEN, RED, colored, counted
 from samestep.tools.doctor.cluster import (
     check_directory,
     check_interfaces,

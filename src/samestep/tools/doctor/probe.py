@@ -23,7 +23,7 @@ from samestep.cluster import find_process
 from samestep.config import merge
 from samestep.errors import SamestepError
 from samestep.host import no_garbage_collection
-from samestep.launch.local import start
+from samestep.launch.local import count_gpus, start
 
 WORKERS: Final = 2
 TIMEOUT_SECONDS: Final = 20.0
@@ -48,7 +48,6 @@ def main() -> None:
             connect_workers()
         except (SamestepError, OSError) as error:
             report["workers_error"] = str(error).strip().partition("\n")[0]
-    # last, because a process that has used CUDA cannot fork workers
     report["gpus"] = count_gpus() if options.gpus else None
     print(json.dumps(report), flush=True)
     os._exit(0)  # an ordinary exit takes half a second to tear torch down
@@ -62,13 +61,6 @@ def describe_torch() -> dict[str, Any]:
     seconds = time.perf_counter() - began
     build = torch.version.cuda
     return {"import_seconds": seconds, "version": torch.__version__, "cuda_build": build}
-
-
-def count_gpus() -> int:
-    """Return the number of GPUs that torch sees."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def measure_disk(directory: Path) -> float | None:

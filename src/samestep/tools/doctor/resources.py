@@ -6,8 +6,15 @@ import resource
 from collections.abc import Iterator
 from typing import Final
 
-from samestep.host import MAX_FILES, available_bytes, memory_limit, process_limit
-from samestep.tools import counted, format_bytes, whole_number
+from samestep.host import (
+    MAX_FILES,
+    available_bytes,
+    counted,
+    memory_limit,
+    process_limit,
+    whole_number,
+)
+from samestep.tools import format_bytes
 from samestep.tools.doctor.system import Case, Finding, good, note, problem
 
 SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
@@ -67,7 +74,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
 def check_shared_memory(case: Case) -> Iterator[Finding]:
     """Report too little shared memory, and a sandbox that prevents it between workers."""
     system = case.system
-    if (shared := system.space(SHARED)) and shared.free_bytes < LEAST_SHARED_BYTES:
+    if (shared := system.space(SHARED)) and shared.free < LEAST_SHARED_BYTES:
         fix = (
             f'mount an emptyDir with "medium: Memory" at {SHARED} in the pod, as `samestep submit '
             "kubernetes` does"
@@ -75,11 +82,11 @@ def check_shared_memory(case: Case) -> Iterator[Finding]:
             else "docker run --shm-size=8g (or --ipc=host); outside of a container: "
             f"mount -o remount,size=8g {SHARED}"
         )
-        if shared.total_bytes >= LEAST_SHARED_BYTES:
+        if shared.total >= LEAST_SHARED_BYTES:
             fix = f"remove files that ended programs left there (ls -l {SHARED})"
         yield problem(
-            f"{SHARED} has only {format_bytes(shared.free_bytes)} free of "
-            f"{format_bytes(shared.total_bytes)}; {BUS_ERROR}",
+            f"{SHARED} has only {format_bytes(shared.free)} free of "
+            f"{format_bytes(shared.total)}; {BUS_ERROR}",
             fix,
         )
     if lacking := system.lacking_calls():

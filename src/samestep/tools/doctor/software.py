@@ -12,7 +12,7 @@ from typing import Final
 from samestep.cluster import find_process
 from samestep.config import merge
 from samestep.errors import ConfigError
-from samestep.tools import counted, whole_number
+from samestep.host import counted, whole_number
 from samestep.tools.doctor.system import Case, Finding, System, good, note, problem
 
 _FIELDS: Final = "index,memory.total,memory.used"

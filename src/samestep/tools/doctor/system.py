@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -48,23 +49,6 @@ def problem(text: str, fix: str) -> Finding:
     return Finding("problem", text, fix)
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface; `megabits` per second is None if the driver does not report it."""
-
-    name: str
-    up: bool
-    megabits: int | None
-
-
-@dataclass(frozen=True)
-class Space:
-    """Size of a file system."""
-
-    total_bytes: int
-    free_bytes: int
-
-
 class System:
     """This machine. Values that are missing or refused are None or empty; no method raises."""
 
@@ -106,12 +90,11 @@ class System:
         """Return the system calls for shared memory between workers that do not work here."""
         return missing_system_calls()
 
-    def interfaces(self) -> list[Interface]:
-        """Return the network interfaces of this host, sorted by name."""
+    def interfaces(self) -> dict[str, Any]:
+        """Return the network interfaces: `isup`, and `speed` in Mbit/s or 0, by name."""
         with suppress(OSError):
-            states = sorted(psutil.net_if_stats().items())
-            return [Interface(name, state.isup, state.speed or None) for name, state in states]
-        return []
+            return dict(sorted(psutil.net_if_stats().items()))
+        return {}
 
     def interface_towards(self, host: str) -> str | None:
         """Return the network interface through which a host is reached."""
@@ -123,11 +106,10 @@ class System:
             return [(mount.mountpoint, mount.fstype) for mount in psutil.disk_partitions(all=True)]
         return []
 
-    def space(self, path: str) -> Space | None:
-        """Return the size of the file system at a path."""
+    def space(self, path: str) -> Any:
+        """Return the `total` and `free` bytes of the file system at a path."""
         with suppress(OSError):
-            counts = os.statvfs(self._root / path.lstrip("/"))
-            return Space(counts.f_frsize * counts.f_blocks, counts.f_frsize * counts.f_bavail)
+            return shutil.disk_usage(self._root / path.lstrip("/"))
         return None
 
     def is_writable(self, directory: Path) -> bool:

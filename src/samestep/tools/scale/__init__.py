@@ -103,10 +103,7 @@ def _measure_memory(runner: TrialRunner, trial: Trial) -> MemoryModel | None:
 
 def _capacity(device: str, threads: int) -> int:
     """Return the number of workers for which this machine has a GPU, or cores for their threads."""
-    import torch
-
     from samestep.host import usable_cores
+    from samestep.launch.local import count_gpus
 
-    if device == "cuda":
-        return torch.cuda.device_count()
-    return max(1, usable_cores() // threads)
+    return count_gpus() if device == "cuda" else max(1, usable_cores() // threads)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from samestep.tools import counted
+from samestep.host import counted
 from samestep.tools.scale.study import Study
 from samestep.tools.scale.timing import PARTS, Range
 
@@ -16,17 +16,11 @@ WIDTH: Final = 100  # columns; the tables are narrower
 
 def report_lines(study: Study) -> Iterator[str]:
     """Yield the lines of the report: measurements, bottleneck, forecast and memory."""
-    for line in _unwrapped_lines(study):
-        indent = line[: len(line) - len(line.lstrip())]
-        wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-        yield from wrapped or [""]
-
-
-def _unwrapped_lines(study: Study) -> Iterator[str]:
-    for section in (_measurements, _bottleneck, _forecast):
-        yield from section(study)
-        yield ""
-    yield from _largest_lane_batch(study)
+    for number, section in enumerate((_measurements, _bottleneck, _forecast, _largest_lane_batch)):
+        yield from [""] * (number > 0)
+        for line in section(study):
+            indent = line[: len(line) - len(line.lstrip())]
+            yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _measurements(study: Study) -> Iterator[str]:
@@ -124,19 +118,19 @@ def _forecast(study: Study) -> Iterator[str]:
 
 def _largest_lane_batch(study: Study) -> Iterator[str]:
     workers = max(study.within_capacity)
-    largest = study.largest_lane_batch(workers)
     if study.workload.device != "cpu":
         yield "Largest lane batch: memory is measured only for workers on CPUs."
-    elif study.memory is None or largest is None:
+    elif study.memory is None:
         yield (
             "Largest lane batch: too noisy to estimate how memory grows with batch size; try a "
             "larger batch."
         )
     else:
-        available = f"{study.machine.available_bytes / 1e9:.3g} GB of free memory"
+        available = study.machine.available_bytes
+        largest = study.memory.largest_lane_batch(available / workers)
         yield (
             f"Largest lane batch: about {largest} samples with {counted(workers, 'worker')} in "
-            f"{available}:"
+            f"{available / 1e9:.3g} GB of free memory:"
         )
         yield (
             f"  {study.memory.fixed / 1e6:.0f} MB per worker and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -108,12 +108,14 @@ class Study:
     def speedup(self, workers: int) -> Range:
         """Return the measured speedup over one worker, or over the fewest as if they were ideal."""
         if workers == self.fewest_workers:
-            return Range.exactly(workers)
+            return Range.of([workers])
         return self.speedup_of(self.step(workers))
 
     def speedup_of(self, step: Range) -> Range:
         """Return the speedup of a step of these seconds, compared as in `speedup`."""
-        return self.step(self.fewest_workers).over(step).times(self.fewest_workers)
+        fewest = self.fewest_workers
+        pairs = zip(astuple(self.step(fewest)), reversed(astuple(step)), strict=True)
+        return Range(*(fewest * seconds / after for seconds, after in pairs))
 
     def bottleneck(self) -> Bottleneck | None:
         """Return what limits the most workers."""
@@ -142,31 +144,25 @@ class Study:
         forecast = fit_forecast(fewer, self.workload.lanes) if fewer else None
         return (most_workers, forecast.step(most_workers)) if forecast else None
 
-    def largest_lane_batch(self, workers: int) -> int | None:
-        """Return the samples per lane that fit this machine's memory; None if unknown."""
-        share = self.machine.available_bytes / workers
-        return None if self.memory is None else self.memory.largest_lane_batch(share)
-
     def to_json(self) -> dict[str, Any]:
         """Return all measurements and results as JSON values."""
-        bottleneck, forecast, checked = self.bottleneck(), None, None
-        if self.forecast:
-            forecast = {
-                "per_lane": asdict(self.forecast.per_lane),
-                "constant": asdict(self.forecast.constant),
-                "steps": {str(n): asdict(self.forecast.step(n)) for n in self.forecast_workers()},
-            }
-        if check := self.check():
-            measured = self.step(check[0])
-            checked = {"workers": check[0], "step": asdict(check[1]), "measured": asdict(measured)}
+        bottleneck, forecast, check = self.bottleneck(), self.forecast, self.check()
         return {
             "job": asdict(self.workload),
-            "measured": {
-                str(n): [asdict(timing) for timing in runs] for n, runs in self.timings.items()
-            },
-            "speedup": {str(n): asdict(self.speedup(n)) for n in self.timings},
+            "measured": {n: [*map(asdict, runs)] for n, runs in self.timings.items()},
+            "speedup": {n: asdict(self.speedup(n)) for n in self.timings},
             "limit": bottleneck and asdict(bottleneck),
-            "forecast": forecast,
-            "check": checked,
+            "forecast": forecast
+            and {
+                "per_lane": asdict(forecast.per_lane),
+                "constant": asdict(forecast.constant),
+                "steps": {n: asdict(forecast.step(n)) for n in self.forecast_workers()},
+            },
+            "check": check
+            and {
+                "workers": check[0],
+                "step": asdict(check[1]),
+                "measured": asdict(self.step(check[0])),
+            },
             "memory": self.memory and asdict(self.memory),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final
@@ -26,24 +26,10 @@ class Range:
     highest: float
 
     @classmethod
-    def exactly(cls, value: float) -> Range:
-        """Return the range of a known number."""
-        return cls(value, value, value)
-
-    @classmethod
     def of(cls, values: Iterable[float]) -> Range:
         """Return the minimum, median and maximum of at least one number."""
         ordered = sorted(values)
         return cls(ordered[0], median(ordered), ordered[-1])
-
-    def times(self, factor: float) -> Range:
-        """Return the range multiplied by a factor of at least 0."""
-        return Range(*(value * factor for value in astuple(self)))
-
-    def over(self, divisor: Range) -> Range:
-        """Return the range divided by a range above 0."""
-        pairs = zip(astuple(self), reversed(astuple(divisor)), strict=True)
-        return Range(*(numerator / denominator for numerator, denominator in pairs))
 
     def __contains__(self, value: float) -> bool:
         return self.lowest <= value <= self.highest

@@ -16,17 +16,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from samestep.errors import LaunchError, RecordError
+from samestep.host import counted
 from samestep.record import read_events
 from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.read import inspect
-from samestep.tools import OUTPUT, counted, read_run, started
+from samestep.tools import first_failure, read_run, started
 from samestep.tools.scale.timing import StepTiming, max_lanes_per_worker, read_timing
 
-SHOWN_LINES: Final = 30
 POLL_SECONDS: Final = 0.02
 VISIBLE_GROWTH: Final = 0.02  # of a worker's memory: less may be noise of the allocator
 _OPTIMIZER_TENSOR: Final = re.compile(r"(?P<optimizer>.+)/state/(?P<index>\d+)/[^/]+")
-_WORKER_FAILURE: Final = re.compile(r"(?m)^(samestep: error: )?(?=worker \d+ failed first: )")
 _PEAK_MEMORY: Final = re.compile(r"(?m)^VmHWM:\s*(\d+) kB")  # resident, since the fork
 
 
@@ -88,8 +87,8 @@ class TrialRunner:
         with started(self._command, workers, directory, flags) as process:
             peak_bytes = _wait_and_measure(process, directory)
         if status := process.returncode:
-            failure = _first_failure((directory / OUTPUT).read_text(errors="replace"))
-            raise LaunchError(f"the script failed with {size}, status {status}:\n{failure}")
+            text = f"the script failed with {size}, status {status}:\n{first_failure(directory)}"
+            raise LaunchError(text)
         return peak_bytes
 
 
@@ -120,12 +119,6 @@ def _peak_bytes(pid: int) -> int:
     except OSError:  # the worker has exited
         return 0
     return 1024 * int(match[1]) if match else 0
-
-
-def _first_failure(output: str) -> str:
-    """Return the launcher's last report of the worker that failed first, or else the last lines."""
-    starts = [match.end() for match in _WORKER_FAILURE.finditer(output)]
-    return "\n".join(output[starts[-1] if starts else 0 :].strip().splitlines()[-SHOWN_LINES:])
 
 
 def read_workload(events: Sequence[Mapping[str, Any]], manifest: Manifest) -> Workload:

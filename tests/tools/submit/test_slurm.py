@@ -18,7 +18,7 @@ from tests.jobs import events, image_job, left_by, left_in
 from tests.slurm import slurm
 from tests.workers import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOON_SECONDS = 45.0
 # When it runs for the first time, the job waits in step 2 until the signal arrives.
 TRAIN = """

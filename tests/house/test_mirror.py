@@ -1,0 +1,52 @@
+"""Each module has a test file of its name, or a line here that says which file tests it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "src" / "samestep"
+# modules whose behavior shows only in what uses them
+ELSEWHERE = {
+    "comm/base.py": "comm/test_world.py",
+    "comm/distributed.py": "comm/test_world.py",
+    "comm/token_store.py": "comm/test_store.py",
+    "errors.py": "house/test_public.py",
+    "handoff.py": "launch/test_restarts.py",
+    "launch/attempt.py": "launch/test_membership.py",
+    "launch/coordinator_client.py": "launch/test_supervisor.py",
+    "launch/screen.py": "launch/test_output.py",
+    "launch/worker_group.py": "launch/test_restarts.py",
+    "record/sinks/trackers.py": "record/sinks/test_mlflow.py",
+    "run/loops.py": "run/test_resume.py",
+    "run/mixins.py": "run/test_log.py",
+    "run/process.py": "run/test_system.py",
+    "run/progress.py": "run/test_resume.py",
+    "run/run.py": "run/test_same_bits.py",
+    "run/session.py": "run/test_resume.py",
+    "snapshot/manifest.py": "snapshot/test_part.py",
+    "snapshot/memory_slot.py": "snapshot/test_in_memory.py",
+    "step/lane_pass.py": "step/test_lane_engine.py",
+    "step/overlap.py": "step/test_lane_engine.py",
+    "tools/scale/report.py": "tools/scale/test_study.py",
+    "tools/trace.py": "tools/test_verify.py",
+    "torchmetrics.py": "test_metrics.py",
+}
+MODULES = sorted(
+    str(path.relative_to(PACKAGE))
+    for path in PACKAGE.rglob("*.py")
+    if not path.name.startswith("__")
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_has_a_test_file(module):
+    path = Path(module)
+    mirror = path.with_name(f"test_{path.name}")
+    assert (TESTS / ELSEWHERE.get(module, mirror)).is_file()
+
+
+def test_no_line_is_about_a_module_that_is_gone():
+    assert ELSEWHERE.keys() <= set(MODULES)
