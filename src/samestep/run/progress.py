@@ -15,7 +15,7 @@ from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
 from samestep.errors import DataError
-from samestep.record import OWN, Record
+from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, announce
 from samestep.snapshot.manager import SnapshotManager
