@@ -34,7 +34,7 @@ from samestep.record import Record, open_record
 from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock, is_locked_by, locked_by
-from samestep.record.sinks import check_sinks
+from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (
     CommitQuery,
@@ -65,6 +65,7 @@ class Session:
         # what worker 0 wrote to the directory, until all hosts have seen it
         self._lock: str | None = None
         self._exits = ExitStack()
+        self._exporter: ExporterProcess | None = None
         is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
         # Git runs while this worker starts; only the first attempt of a run records the commit.
         self._commit = CommitQuery() if config.dir is not None and is_first else None
@@ -105,10 +106,8 @@ class Session:
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        remote = () if config.remote is None else (config.remote,)
-        sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
-        # a wrong address ends the run now, not hours later
-        check_sinks(sinks, config.on_event if is_main else None)
+        sinks = sinks_of(config) if is_main else []
+        check_sinks(sinks)  # a wrong address ends the run now, not hours later
         in_memory = InMemorySnapshots(
             state,
             self._process,
@@ -178,14 +177,13 @@ class Session:
             self._follow(config.dir, sinks, workers)
 
     def _follow(
-        self, directory: Path, sinks: Sequence[str], workers: Sequence[Mapping[str, Any]]
+        self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]
     ) -> None:
         """Send the record to sinks, and add samples of hosts to it, until the run ends."""
         config, process = self.config, self._process
-        function, hook = config.transfer, config.on_event
-        if process.rank == 0 and (sinks or function or hook):
-            exporter = ExporterProcess(directory, sinks, function, self.record, hook)
-            self._exits.callback(exporter.finish)
+        if sinks:
+            self._exporter = ExporterProcess(directory, sinks, self.record)
+            self._exits.callback(self._exporter.finish)
             self._exits.callback(self._write_images)  # runs before the exporter finishes
         # One worker per host samples it; the one of rank 0 writes all samples to the record.
         if process.local_rank == 0 and config.system_every is not None:
@@ -385,6 +383,9 @@ class Session:
         finally:
             self._exits.close()
             end_group(self.world)
+        # an error that ends the run matters more; a stop is none
+        if self._exporter is not None and not isinstance(sys.exc_info()[1], Exception):
+            self._exporter.raise_if_failed()
 
 
 def find_snapshot(
