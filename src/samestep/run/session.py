@@ -10,9 +10,8 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ from samestep.run.process import (
 )
 from samestep.run.progress import Progress
 from samestep.snapshot.in_memory import InMemorySnapshots
-from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.resume import Downloads, last_own_step, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
@@ -65,6 +64,7 @@ class Session:
         # what worker 0 wrote to the directory, until all hosts have seen it
         self._lock: str | None = None
         self._exits = ExitStack()
+        self._samplers = ExitStack()  # stopped before the end of the run is recorded
         self._exporter: ExporterProcess | None = None
         is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
         # Git runs while this worker starts; only the first attempt of a run records the commit.
@@ -78,18 +78,17 @@ class Session:
             self._exits.callback(release_freed_memory)
         try:
             # Blocks until all workers are there, or `timeout` has passed.
-            self.world = connect(process, config, gpus=gpu_names(self.devices))
+            gpus = gpu_names(self.devices)
+            self.world = connect(process, config, gpus=gpus, on_stall=self._report_stall)
         except BaseException:
             self._exits.close()
             raise
-        self.world.status.on_stall = self._report_stall
-        self.world.status.on_recovery = partial(self._add_to_record, "recovered")
         try:
             self._check_exchange()
             self._assemble(config)
         except BaseException as error:
             # The other workers are connected and wait for this one, so they must learn of it.
-            self.world.abandoned = True
+            self.world.abandon()
             self.world.status.report_failure(error)
             self.close()
             raise
@@ -127,7 +126,11 @@ class Session:
         # Only a start by the user can begin another history. Replacement workers continue this one.
         if is_main and not has_begun:
             set_other_snapshots_aside(config, resumed, attempt, self.record)
-        self.lanes = LaneEngine(world, config, lanes, self.devices)
+        modules: list[torch.nn.Module] = []  # replicated
+        # `samestep verify` looks for changes by lanes, and compares snapshots itself
+        observer = LaneObserver(world.rank, modules) if is_observed() else None
+        observe = nullcontext if observer is None else observer.lane
+        self.lanes = LaneEngine(world, config, lanes, self.devices, observe)
         self._exits.callback(self.lanes.close)
         # of all optimizers, tracked or not
         hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
@@ -136,24 +139,26 @@ class Session:
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environments(resumed, environment)
+        tracked, every = Tracked(resumed), None if observer else config.check_every
+        self.divergence = DivergenceCheck(every, world, tracked, modules)
         self.snapshots = SnapshotManager(
-            config, world, self.record, attempt, environment, resumed, in_memory
+            config,
+            world,
+            self.record,
+            attempt,
+            environment,
+            resumed,
+            in_memory,
+            tracked=tracked,
+            check_models=self.lanes.check_models,
+            compare=None if observer else self.divergence.compare,
         )
-        self.snapshots.check_models = self.lanes.check_models
         self._exits.callback(self.snapshots.close)
         # Signals ended the process at once until now, since there was no state to save.
-        self.stop = StopRequest()
         # A state that exists only in memory is written at the end of the first step.
-        self.stop.deferring = resumed is not None and resumed.in_memory
+        self.stop = StopRequest(deferring=resumed is not None and resumed.in_memory)
         self._exits.callback(self.stop.close)
-        every = None if is_observed() else config.check_every
-        self.divergence = DivergenceCheck(every, world, self.snapshots.tracked)
         self.data_check = DataCheck(config.seed, world.rank, world.size, world.all_gather_json)
-        if is_observed():  # `samestep verify` compares snapshots itself
-            observer = LaneObserver(world.rank, self.divergence.modules)
-            self.lanes.observe = observer.lane
-        else:
-            self.snapshots.compare = self.divergence.compare  # before each snapshot
         self.progress = Progress(
             config,
             self.record,
@@ -163,6 +168,7 @@ class Session:
             self.divergence,
             data_check=self.data_check,
             resumed=resumed,
+            on_end=self._samplers.close,
         )
         # What the script draws before its first loop, such as parameters, is then the same on all
         # workers, and does not depend on what was drawn while the run started.
@@ -192,7 +198,7 @@ class Session:
             }
             status, seconds = self.world.status, config.system_every
             sampler = SystemSampler(seconds, hosts, status, self.record)
-            self.progress.on_end = sampler.stop
+            self._samplers.callback(sampler.stop)
             self._exits.callback(sampler.close)
 
     def _check_directory(self) -> None:
@@ -345,7 +351,7 @@ class Session:
 
     def report_failure(self, error: BaseException) -> None:
         """Report an error to the other workers, so that all exit, and to the record."""
-        self.world.abandoned = True
+        self.world.abandon()
         self.world.status.report_failure(error)
         # The other workers first: they wait for this one. Then the record, which any worker can add
         # an event to, since only rank 0 has it open.
@@ -360,8 +366,11 @@ class Session:
             record.event("failed", **worker, step=step, **fields)
             record.close()
 
-    def _report_stall(self, text: str) -> None:
-        """Print that workers wait for another one, and record it. Called from a thread."""
+    def _report_stall(self, text: str | None) -> None:
+        """Print that workers wait for another one, and record it, or its end. From a thread."""
+        if text is None:
+            self._add_to_record("recovered")
+            return
         announce(text, logging.WARNING)
         self._add_to_record("stalled", reason=text.removeprefix("stalled: "))
 
