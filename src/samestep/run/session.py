@@ -127,19 +127,13 @@ class Session:
         if is_main and not has_begun:
             set_other_snapshots_aside(config, resumed, attempt, self.record)
         modules: list[torch.nn.Module] = []  # replicated
-        # `samestep verify` looks for changes by lanes, and compares snapshots itself
-        observer = LaneObserver(world.rank, modules) if is_observed() else None
-        observe = nullcontext if observer is None else observer.lane
-        self.lanes = LaneEngine(world, config, lanes, self.devices, observe)
-        self._exits.callback(self.lanes.close)
-        # of all optimizers, tracked or not
-        hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
-        self._exits.callback(hook.remove)
+        self.lanes = self._make_lanes(lanes, modules)
         workers = self._gather_workers()
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environments(resumed, environment)
-        tracked, every = Tracked(resumed), None if observer else config.check_every
+        # `samestep verify` compares snapshots itself
+        tracked, every = Tracked(resumed), None if is_observed() else config.check_every
         self.divergence = DivergenceCheck(every, world, tracked, modules)
         self.snapshots = SnapshotManager(
             config,
@@ -151,7 +145,7 @@ class Session:
             in_memory,
             tracked=tracked,
             check_models=self.lanes.check_models,
-            compare=None if observer else self.divergence.compare,
+            compare=None if is_observed() else self.divergence.compare,
         )
         self._exits.callback(self.snapshots.close)
         # Signals ended the process at once until now, since there was no state to save.
@@ -181,6 +175,17 @@ class Session:
         in_memory.report_start(self.progress.step, is_new=not has_begun)
         if config.dir is not None:
             self._follow(config.dir, sinks, workers)
+
+    def _make_lanes(self, lanes: int, modules: list[torch.nn.Module]) -> LaneEngine:
+        """Return the engine, which checks every step of an optimizer until the run ends."""
+        # `samestep verify` looks for changes by lanes
+        observe = LaneObserver(self.world.rank, modules).lane if is_observed() else nullcontext
+        engine = LaneEngine(self.world, self.config, lanes, self.devices, observe)
+        self._exits.callback(engine.close)
+        # of all optimizers, tracked or not
+        hook = register_optimizer_step_pre_hook(engine.before_optimizer_step)
+        self._exits.callback(hook.remove)
+        return engine
 
     def _follow(
         self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]
