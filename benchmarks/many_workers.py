@@ -41,7 +41,7 @@ from samestep.comm.watchdog import Watchdog
 from samestep.config import TOKEN
 from samestep.errors import HangError
 from samestep.launch.store_server import KeyValueStore, StoreServer
-from samestep.record import PARTS, open_record
+from samestep.record.record import PARTS, open_record
 
 FORK = multiprocessing.get_context("fork")
 SECRET = "a token of the benchmark"  # noqa: S105  no secret

@@ -1,7 +1,9 @@
-"""Sinks that hang or fail. No torch: the exporter imports this module."""
+"""Sinks that hang, fail or stop. No torch: the exporter imports this module."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -40,3 +42,11 @@ class Refusing(Hanging):
     def take(self, event: Any) -> None:
         """Fail."""
         raise ConnectionError("no route")
+
+
+class Stopping(Hanging):
+    """A sink that stops its process."""
+
+    def take(self, event: Any) -> None:
+        """Stop."""
+        os.kill(os.getpid(), signal.SIGSTOP)

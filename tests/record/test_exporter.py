@@ -12,12 +12,14 @@ import time
 
 import pytest
 
+from samestep.errors import RecordError
 from samestep.record import exporter, open_record, read_events
 from samestep.record.cursor import lock
 from samestep.record.events import parse_events
 from samestep.record.exporter import ExporterProcess
+from samestep.record.sinks import SinkSpec
 from samestep.record.source import open_source
-from tests.record.faulty_sinks import Hanging, Refusing, name_of
+from tests.record.faulty_sinks import Hanging, Refusing, Stopping, name_of
 
 SECONDS = 60.0
 
@@ -36,6 +38,10 @@ def stream(location):
     while lines := source.read(len(data)):
         data += lines
     return data
+
+
+def sinks(*values):
+    return [SinkSpec("sinks", value) for value in values]
 
 
 def run_exporter(directory, *words):
@@ -129,7 +135,7 @@ def test_the_exporter_and_readers_do_not_import_torch():
 
 
 def test_events_are_sent_while_the_record_is_written(record, run, remote):
-    process = ExporterProcess(run, [remote], None, record)
+    process = ExporterProcess(run, sinks(remote), record)
     for step in range(3):
         record.event("scalars", step=step)
         wait_until(lambda step=step: b'"step":%d' % step in stream(remote))
@@ -144,7 +150,7 @@ def test_a_killed_exporter_is_restarted_and_sends_nothing_twice(
 ):
     monkeypatch.setattr(exporter, "FIRST_PAUSE_SECONDS", 0.01)
     with caplog.at_level(logging.WARNING, "samestep"):
-        process = ExporterProcess(run, [remote], None, record)
+        process = ExporterProcess(run, sinks(remote), record)
         for step in range(3):
             record.event("scalars", step=step)
             wait_until(lambda step=step: b'"step":%d' % step in stream(remote))
@@ -159,13 +165,46 @@ def test_a_killed_exporter_is_restarted_and_sends_nothing_twice(
     check_all_sent(run, remote)
 
 
+def test_a_stopped_exporter_is_replaced_and_sends_the_rest(record, run, remote, caplog):
+    with caplog.at_level(logging.WARNING, "samestep"):
+        process = ExporterProcess(run, sinks(remote), record)
+        record.event("scalars", step=0)
+        wait_until(lambda: b'"step":0' in stream(remote))
+        stopped = process.pid
+        os.kill(stopped, signal.SIGSTOP)
+        record.event("scalars", step=1)
+        process.finish()
+    check_all_sent(run, remote)
+    assert b'"step":1' in stream(remote)
+    assert process.pid != stopped
+    assert f"the exporter was stopped by signal {signal.SIGSTOP.value}" in caplog.text
+
+
+def test_sinks_of_an_exporter_that_stops_again_and_again_are_reported(
+    record, run, caplog, monkeypatch
+):
+    for name in ("FINISH_SECONDS", "EXIT_SECONDS", "FIRST_PAUSE_SECONDS"):
+        monkeypatch.setattr(exporter, name, 0.2)
+    stopping = name_of(Stopping)
+    with caplog.at_level(logging.WARNING, "samestep"):
+        process = ExporterProcess(run, sinks(stopping), record)
+        record.event("finished", step=1)
+        size = len(written(run))
+        wait_until(lambda: "the exporter was stopped" in caplog.text)
+        process.finish()
+    assert statuses(run)[stopping]["behind_bytes"] >= size
+    assert statuses(run)[stopping]["error"] == "the exporter did not respond"
+    assert f"bytes of the record were not sent to {stopping}" in caplog.text
+
+
 WRITER = """
 import sys, time
 from pathlib import Path
 from samestep.record import open_record
 from samestep.record.exporter import ExporterProcess
+from samestep.record.sinks import SinkSpec
 record = open_record(Path(sys.argv[1]), writes=True)
-ExporterProcess(Path(sys.argv[1]), [sys.argv[2]], None, record)
+ExporterProcess(Path(sys.argv[1]), [SinkSpec("sinks", sys.argv[2])], record)
 step = 0
 while True:
     record.event("scalars", step=step)
@@ -188,7 +227,7 @@ def test_after_the_writer_is_killed_the_exporter_sends_the_rest_and_exits(run, r
 
 def test_an_exporter_that_must_finish_waits_for_the_previous_one_to_exit(record, run, remote):
     with lock(run) as locked:
-        process = ExporterProcess(run, [remote], None, record)
+        process = ExporterProcess(run, sinks(remote), record)
         record.event("finished", step=1)
         finish = threading.Thread(target=process.finish)
         finish.start()
@@ -205,7 +244,7 @@ def test_sinks_that_another_exporter_kept_from_receiving_are_reported(
 ):
     monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.2)
     with lock(run), caplog.at_level(logging.WARNING, "samestep"):
-        process = ExporterProcess(run, [remote], None, record)
+        process = ExporterProcess(run, sinks(remote), record)
         record.event("finished", step=1)
         size = len(written(run))
         wait_until(lambda: waits_for_lock(process.pid))
@@ -221,7 +260,7 @@ def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(
     monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
     hanging = name_of(Hanging)
     with caplog.at_level(logging.WARNING, "samestep"):
-        process = ExporterProcess(run, [hanging, remote], None, record)
+        process = ExporterProcess(run, sinks(hanging, remote), record)
         record.event("started", step=0)
         wait_until(lambda: (run / "hanging").exists() and stream(remote))
         record.event("finished", step=1)
@@ -237,10 +276,26 @@ def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(
 
 
 def test_output_of_a_users_function_goes_to_stderr(record, run, tmp_path, monkeypatch, capfd):
-    (tmp_path / "chatty.py").write_text("def send(path):\n    print('sending', path.name)\n")
+    (tmp_path / "chatty.py").write_text(
+        "def send(path):\n    print('sending', path.split('/')[-1])\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    process = ExporterProcess(run, [], "chatty:send", record)
+    process = ExporterProcess(run, [SinkSpec("transfer", "chatty:send")], record)
     record.event("started", step=0)
     process.finish()
     assert "sending 00000000000000000000-" in capfd.readouterr().err
     assert statuses(run)["chatty:send"]["error"] is None
+
+
+def test_a_function_that_never_worked_is_an_error_at_the_end(record, run, tmp_path, monkeypatch):
+    (tmp_path / "wrong.py").write_text("def send(path):\n    path.no_such_method()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process = ExporterProcess(run, [SinkSpec("transfer", "wrong:send")], record)
+    record.event("started", step=0)
+    command = f"python -m samestep.record.exporter {run} --transfer wrong:send"
+    process.finish()
+    with pytest.raises(RecordError, match="transfer='wrong:send' failed at every call") as caught:
+        process.raise_if_failed()
+    assert "AttributeError: 'str' object has no attribute 'no_such_method'" in str(caught.value)
+    assert str(caught.value).endswith(command)
+    assert statuses(run)["wrong:send"]["behind_bytes"] > 0

@@ -105,8 +105,10 @@ def test_dropped_images_are_counted(tmp_path, monkeypatch):
         let.acquire()
         return write_picture(directory, picture)
 
-    monkeypatch.setattr("samestep.record.write_picture", write_when_let)
-    monkeypatch.setattr("samestep.record.AsyncImageWriter", partial(AsyncImageWriter, max_bytes=50))
+    monkeypatch.setattr("samestep.record.record.write_picture", write_when_let)
+    monkeypatch.setattr(
+        "samestep.record.record.AsyncImageWriter", partial(AsyncImageWriter, max_bytes=50)
+    )
     record = open_record(tmp_path / "run", writes=True)
     for step in range(5):
         record.image(step, "faces", np.zeros((4, 6), np.uint8))  # 24 bytes

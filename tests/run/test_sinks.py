@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import samestep as ss
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, RecordError
 from samestep.record import exporter
 from samestep.record.events import parse_events
 from samestep.record.source import RunLocation, open_source
 from tests.jobs import STEPS, events, image_job, train
 from tests.record.faulty_sinks import Hanging, Refusing, name_of
 from tests.s3 import s3_server
+from tests.snapshot import functions
 from tests.workers import run_workers, try_workers
 
 SECONDS = 60.0
@@ -133,6 +134,22 @@ def test_failure_of_a_run_is_exported(tmp_path):
         "started",
         "failed",
     ]
+
+
+@pytest.mark.parametrize("error", [RecordError, ZeroDivisionError])
+def test_a_function_that_never_worked_is_the_error_of_a_run_that_has_no_other(tmp_path, error):
+    run = ss.init(dir=tmp_path / "run", transfer=f"{functions.__name__}:refuse")
+
+    def job():
+        with run:
+            run.log(loss=1.0)
+            if error is ZeroDivisionError:
+                raise ZeroDivisionError
+
+    with pytest.raises(error):
+        job()
+    end = "failed" if error is ZeroDivisionError else "finished"
+    assert len(events(tmp_path / "run", end)) == 1
 
 
 def test_invalid_sink_is_an_error_at_the_start(tmp_path):

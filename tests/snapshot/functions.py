@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
-def note(path: Path) -> None:
+def note(path: str) -> None:
     """Append the path to a file in the run's directory."""
-    with (path.parents[1] / "noted").open("a") as file:
+    with (Path(path).parents[1] / "noted").open("a") as file:
         file.write(f"{path}\n")
 
 
-def refuse(path: Path) -> None:
+def refuse(path: str) -> None:
     """Raise `ConnectionError`."""
     raise ConnectionError("no route")

@@ -92,11 +92,11 @@ def transferred(directory, function, *steps):
 def test_every_file_is_passed_and_the_manifest_last(directory):
     paths = []
     assert transferred(directory, paths.append, 1, 2) == []
-    assert [path.parent.name for path in paths] == [
+    assert [path.split("/")[-2] for path in paths] == [
         name for name in steps_of(1, 2) for _ in range(3)
     ]
-    assert [path.name == NAME for path in paths] == [False, False, True] * 2
-    assert set(paths) == set(directory.glob("*/*"))
+    assert [path.endswith(NAME) for path in paths] == [False, False, True] * 2
+    assert set(paths) == set(map(str, directory.glob("*/*")))
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(3)])
@@ -111,15 +111,24 @@ def test_a_failing_function_is_reported_and_called_for_the_next_snapshot(directo
     with caplog.at_level(logging.WARNING, "samestep"):
         reported = transferred(directory, fail_once, 1, 2)
     reason = f"{type(error).__name__}: {error}"
-    assert reported == [("transfer_failed", {"path": str(paths[1]), "reason": reason})]
+    assert reported == [("transfer_failed", {"path": paths[1], "reason": reason})]
     assert f"transfer failed for {paths[1]}: {reason}" in caplog.text
-    assert [path.parent.name for path in paths] == [*steps_of(1, 1), *steps_of(2, 2, 2)]
+    assert [path.split("/")[-2] for path in paths] == [*steps_of(1, 1), *steps_of(2, 2, 2)]
+
+
+def test_a_function_that_never_worked_is_an_error_at_the_end(directory):
+    def fail(path):
+        raise OSError("no route")
+
+    with pytest.raises(SnapshotError, match="transfer failed for every file") as caught:
+        transferred(directory, fail, 1, 2)
+    assert "OSError: no route" in str(caught.value)
 
 
 def test_a_removed_snapshot_is_skipped(directory):
     paths = []
     assert transferred(directory, paths.append, 7, 1) == []
-    assert {path.parent.name for path in paths} == set(steps_of(1))
+    assert {path.split("/")[-2] for path in paths} == set(steps_of(1))
 
 
 def test_training_does_not_wait_for_the_function(directory):

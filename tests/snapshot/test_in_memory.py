@@ -24,7 +24,7 @@ from samestep.handoff import SLOTS, open_launcher_state
 from samestep.record import open_record
 from samestep.snapshot import files, in_memory, load_newest, memory_slot
 from samestep.snapshot.in_memory import InMemorySnapshots
-from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.part import StagingBuffer, contribution_of
 from tests.snapshot.exact import exact
 from tests.snapshot.saving import save_once, sliced, small_state
@@ -408,7 +408,9 @@ def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
             wraps=open_record(tmp_path, writes=False),
             event=lambda kind, **fields: events.append((kind, fields)),
         )
-        manager = SnapshotManager(merge({}, {}), Alone(), record, "a", {}, None, snapshots)
+        manager = SnapshotManager(
+            merge({}, {}), Alone(), record, "a", {}, None, snapshots, tracked=Tracked(None)
+        )
         manager.tracked.add("model", torch.nn.Linear(2, 2), None)
         manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
         manager.save_in_memory(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))

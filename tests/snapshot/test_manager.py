@@ -11,7 +11,7 @@ from samestep.config import merge
 from samestep.record import open_record
 from samestep.snapshot import SnapshotWriter
 from samestep.snapshot.in_memory import InMemorySnapshots
-from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.manager import SnapshotManager, Tracked
 
 
 @pytest.mark.parametrize(("snapshot_every", "expected"), [("7", 1), ("10min", 1), (None, 0)])
@@ -30,7 +30,11 @@ def test_memory_is_allocated_once_the_optimizer_has_its_state(
     in_memory = InMemorySnapshots(None, find_process({}), Alone(), tmp_path, config.hot_every)
     with (
         closing(open_record(tmp_path, writes=True)) as record,
-        closing(SnapshotManager(config, Alone(), record, "a", {}, None, in_memory)) as manager,
+        closing(
+            SnapshotManager(
+                config, Alone(), record, "a", {}, None, in_memory, tracked=Tracked(None)
+            )
+        ) as manager,
     ):
         assert not manager.is_due(1)
         assert prepared == []

@@ -131,12 +131,14 @@ def test_a_function_is_called_with_every_file_of_every_snapshot(tmp_path):
     assert set(noted) == {str(path) for path in tmp_path.glob("step-*/*")}
 
 
-def test_a_function_that_fails_stops_no_training(tmp_path):
-    train(image_job, tmp_path, {"transfer": f"{functions.__name__}:refuse", "snapshot_every": 4})
+def test_a_function_that_never_works_fails_the_run_only_at_its_end(tmp_path):
+    options = {"transfer": f"{functions.__name__}:refuse", "snapshot_every": 4}
+    with pytest.raises(SnapshotError, match="transfer failed for every file"):
+        train(image_job, tmp_path, options)
     failed = events(tmp_path, "transfer_failed")
     assert [event["reason"] for event in failed] == ["ConnectionError: no route"] * 2
     assert snapshots(tmp_path) == steps_of(4, 8)
-    assert len(events(tmp_path, "finished")) == 1
+    assert len(events(tmp_path, "failed")) == 1
 
 
 @pytest.mark.parametrize(

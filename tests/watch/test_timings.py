@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.record import PARTS
+from samestep.record.record import PARTS
 from samestep.step import layout
 from samestep.watch.timings import RECENT, Timings, lanes_of, seconds_of
 from tests.watch.writing import loop, started, timing, view_of, write

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 
-def copy_to_far(path: Path) -> None:
+def copy_to_far(source: str) -> None:
     """Copy the file DIR/FOLDER/NAME to far/DIR/FOLDER/NAME in the parent folder of DIR."""
+    path = Path(source)
     run = path.parents[1]
     to = run.parent / "far" / run.name / path.relative_to(run)
     to.parent.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,10 @@ class World(ABC):
     is_exchanging: bool = False
     adds_early: bool = False
 
+    def abandon(self) -> None:
+        """Record that this worker has failed."""
+        self.abandoned = True
+
     @cached_property
     def status(self) -> WorkerStatus:
         """This worker's status, which a watchdog may publish to the others."""

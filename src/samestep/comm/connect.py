@@ -22,6 +22,7 @@ from samestep.comm.rendezvous import rendezvous
 from samestep.comm.shared_memory import Shared
 from samestep.comm.status import FORMING
 from samestep.comm.store import destroy_group, group_store
+from samestep.comm.watchdog import OnStall
 from samestep.config import TOKEN, Config
 from samestep.errors import ConfigError
 from samestep.host import raise_file_limit
@@ -61,11 +62,19 @@ def find_worker(environment: Mapping[str, str]) -> ProcessInfo:
     return ProcessInfo(rank, size, rank, size, address, port, "group", source, knows_host=size == 1)
 
 
-def connect(process: ProcessInfo, config: Config, *, gpus: Sequence[str] = ()) -> World:
+def connect(
+    process: ProcessInfo,
+    config: Config,
+    *,
+    gpus: Sequence[str] = (),
+    on_stall: OnStall = lambda _: None,
+) -> World:
     """Return the world of the worker `process`; all workers must make the same call.
 
     CPU workers that all share memory need nothing else. Others communicate through
     torch.distributed. GPUs, named by `gpus`, exchange through NCCL unless workers share one.
+    `on_stall` is called from a thread with one line about workers that keep others waiting, and
+    with None when they no longer do.
     Raises `ConfigError` if there are fewer lanes than workers, `WorldError` if workers are missing.
     """
     if config.lanes is not None and process.world_size > config.lanes:
@@ -77,7 +86,7 @@ def connect(process: ProcessInfo, config: Config, *, gpus: Sequence[str] = ()) -
     if process.world_size == 1:
         return _with_group(Alone(), None, config)
     raise_file_limit()
-    meeting = rendezvous(process, config.timeout, share=True, gpus=gpus)
+    meeting = rendezvous(process, config.timeout, share=True, gpus=gpus, on_stall=on_stall)
     if meeting.mesh is not None and len(meeting.hosts) == 1:  # one host, whose workers share memory
         world: World = Shared(meeting)
     else:  # several hosts, a GPU for each worker (NCCL), or no shared memory

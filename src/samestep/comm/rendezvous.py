@@ -23,7 +23,7 @@ from samestep.comm.link import to_bytes, to_text
 from samestep.comm.mesh import Mesh, MeshPeer, StatusBoard, create_boards
 from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
 from samestep.comm.store import PAUSE_SECONDS, StoreClient, open_store
-from samestep.comm.watchdog import Watchdog
+from samestep.comm.watchdog import OnStall, Watchdog
 from samestep.config import TOKEN
 from samestep.errors import ConfigError, WorldError
 from samestep.host import missing_system_calls, peer_credentials
@@ -180,11 +180,17 @@ class Rendezvous:
 
 
 def rendezvous(
-    process: ProcessInfo, timeout_seconds: float, *, share: bool, gpus: Sequence[str] = ()
+    process: ProcessInfo,
+    timeout_seconds: float,
+    *,
+    share: bool,
+    gpus: Sequence[str] = (),
+    on_stall: OnStall = lambda _: None,
 ) -> Rendezvous:
     """Find all workers; with `share`, connect those that share memory. Raises `WorldError`.
 
     `gpus` are the names of this worker's GPUs. Raises `ConfigError` if only some workers have any.
+    `on_stall` is as for `Watchdog`.
     """
     rank, size = process.rank, process.world_size
     seconds = _start_seconds(timeout_seconds)
@@ -213,7 +219,7 @@ def rendezvous(
             first = infos[home_ranks.start]
             board = StatusBoard.open(rank, home_ranks, first.pid, first.statuses, statuses)
             failed.pop_all()
-            watchdog = Watchdog(client, timeout_seconds, homes, board)
+            watchdog = Watchdog(client, timeout_seconds, homes, board, on_stall)
             mesh = None
             members = {
                 other: infos[other] for other in next(host for host in hosts if rank in host)

@@ -36,10 +36,10 @@ class WorkerStatus:
         self.waited = 0.0  # seconds, in all calls so far
         # the call that this worker's GPU has not completed within some seconds, "" if there is none
         self.overdue: Callable[[float], str] = lambda _: ""
-        # called from a thread with one line about workers that keep others waiting
-        self.on_stall: Callable[[str], None] = lambda _: None
-        # called from the same thread when such a wait has ended
-        self.on_recovery: Callable[[], None] = lambda: None
+
+    def set_step(self, step: int) -> None:
+        """Record the current step."""
+        self.step = step
 
     def set_activity(self, activity: str) -> None:
         """Record the start of an activity."""

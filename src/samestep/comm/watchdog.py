@@ -42,6 +42,7 @@ from samestep.errors import HangError, WorldError
 from samestep.host import RunningClock
 
 Value = TypeVar("Value")
+OnStall = Callable[[str | None], object]
 
 HEARTBEAT_SECONDS: Final = 1.0
 CHECKS: Final = 4  # of a board between two heartbeats
@@ -80,6 +81,9 @@ class Watchdog(WorkerStatus):
     The first worker that waits for more than `timeout_seconds` raises the alarm: all publish their
     stacks, and it reports on them. Once a failure is known (a hang, or an exception on another
     worker), the thread terminates its worker unless that exits soon, whatever it is doing.
+
+    `on_stall` is called from the thread with one line about workers that keep others waiting, and
+    with None when they no longer do.
     """
 
     def __init__(
@@ -88,8 +92,10 @@ class Watchdog(WorkerStatus):
         timeout_seconds: float,
         hosts: Sequence[range],
         board: StatusBoard,
+        on_stall: OnStall,
     ) -> None:
         super().__init__(board.rank)
+        self._on_stall = on_stall
         self._client, self._board, self._boards = client, board, boards(hosts)
         self._size, self._timeout_seconds = self._boards[-1].stop, timeout_seconds
         self._heartbeat_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 4)
@@ -261,7 +267,7 @@ class Watchdog(WorkerStatus):
         if self._stall_reported and since != self._stalled_since:
             self._stall_reported = False
             if self._failure is None and not self._alarmed:
-                self.on_recovery()
+                self._on_stall(None)
         waited = time.monotonic() - max(since, self._clock.resumed_at)
         is_long = waited > max(STALL_SHARE * limit, MIN_STALL_SECONDS)
         if what and is_long and since != self._stalled_since and not self._alarmed:
@@ -270,7 +276,7 @@ class Watchdog(WorkerStatus):
             if self._client.put_first(key, self.rank) == self.rank and self.since == since:
                 others = list(self._heartbeats().values())
                 self._stall_reported = True
-                self.on_stall(describe_stall(self._heartbeat(), others, self._size, limit))
+                self._on_stall(describe_stall(self._heartbeat(), others, self._size, limit))
 
     def _raise_alarm(self) -> None:
         self._alarmed = True

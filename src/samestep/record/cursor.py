@@ -85,13 +85,14 @@ class Destination(ABC):
     """A destination of a record. Calls may raise any exception, and are then repeated.
 
     Attributes: `name`, as the user gave it; `pause_seconds`, the time between two calls of `send`
-    in which more events accumulate; `dropped`, the number of events and images it rejected.
+    in which more events accumulate; `dropped`, the number of events and images it rejected;
+    `must_work`, whether it is an error of the run that no call has ever returned.
     """
 
     pause_seconds: float
 
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
-        self.name, self.dropped = name, 0
+        self.name, self.dropped, self.must_work = name, 0, False
         self._directory, self._source, self._cursor = directory, source, cursor
 
     @abstractmethod
@@ -130,6 +131,11 @@ class Sender:
         """Wait up to `timeout` seconds for the thread; return whether everything was sent."""
         self._thread.join(timeout)
         return not self._thread.is_alive() and self._error is None
+
+    @property
+    def has_never_worked(self) -> bool:
+        """Whether every call raised, of a destination that must work."""
+        return self._destination.must_work and self._error is not None
 
     @property
     def is_open(self) -> bool:

@@ -11,18 +11,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from select import select
 from typing import IO, Any, Final
 
 from samestep.config import is_url
 from samestep.errors import RecordError, SamestepError
-from samestep.record import Record
 from samestep.record.cursor import Cursor, Destination, Sender, lock
 from samestep.record.events import FILE_NAME
-from samestep.record.sinks import HOOK, HookAdapter, SinkAdapter, begin_hook, check_sinks
+from samestep.record.record import Record
+from samestep.record.sinks import (
+    HOOK,
+    HookAdapter,
+    SinkAdapter,
+    SinkSpec,
+    begin_hook,
+    check_sinks,
+)
 from samestep.record.sinks.files import FunctionDestination, StorageDestination
 from samestep.record.source import open_source
 
@@ -35,7 +43,8 @@ LOCK_SECONDS: Final = 0.05  # between two attempts to take over from the previou
 REPORT_SECONDS: Final = 10.0  # minimum time between two events of a sink
 ORPHAN_SECONDS: Final = 3.0  # time to send the rest after the run was killed
 RECORD_SECONDS: Final = 1.0  # the part of it in which the launcher records the worker's exit
-ON_EVENT: Final = "SAMESTEP_INTERNAL_ON_EVENT"  # a URL may be secret, and arguments are public
+# the exporter's sinks as JSON: a URL may be secret, and arguments are public
+SINKS_VARIABLE: Final = "SAMESTEP_INTERNAL_SINKS"
 NICENESS: Final = 5  # training has priority if there are too few cores
 logger: Final = logging.getLogger("samestep")
 
@@ -43,26 +52,19 @@ logger: Final = logging.getLogger("samestep")
 class ExporterProcess:
     """The exporter of a run, as a child process of the worker that writes the record.
 
-    It is restarted if it dies. The status that it reports for each sink is added to the record.
+    It is restarted if it dies or is stopped by a signal. The status that it reports for each sink
+    is added to the record.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        sinks: Sequence[str],
-        function: str | None,
-        record: Record,
-        hook: str | None = None,
-    ) -> None:
-        """Start the process in the background. `hook` is the option `on_event`."""
+    def __init__(self, directory: Path, sinks: Sequence[SinkSpec], record: Record) -> None:
+        """Start the process in the background."""
         self._command = [sys.executable, "-m", "samestep.record.exporter", str(directory)]
         self._command += ["--parent", str(os.getpid())]
-        self._command += [argument for sink in sinks for argument in ("--to", sink)]
-        self._command += [] if function is None else ["--transfer", function]
-        self._directory, self._function, self._record = directory, function, record
-        self._variables = {} if hook is None else {ON_EVENT: hook}
-        if hook is not None:
+        self._directory, self._record = directory, record
+        self._sinks = {sink.name: sink for sink in sinks}
+        if HOOK in self._sinks:
             begin_hook(directory)
+        self._failure: str | None = None  # of a sink that must work and never did
         self._process: subprocess.Popen[bytes] | None = None
         self._start_lock = threading.Lock()
         self._finishing = threading.Event()
@@ -90,11 +92,18 @@ class ExporterProcess:
                 if self._process is not None:
                     self._process.kill()
             self._thread.join()
+            for status in _unsent(self._directory, self._sinks, "the exporter did not respond"):
+                self._record_status(status)
+
+    def raise_if_failed(self) -> None:
+        """Raise `RecordError` if the function of the option `transfer` raised at every call."""
+        if self._failure is not None:
+            raise RecordError(self._failure)
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_SECONDS
         while (process := self._start()) is not None:
-            with process:
+            with process, _ended_when_stopped(process):
                 for line in process.stdout or ():
                     self._record_status(json.loads(line))
             if self._finishing.is_set() and process.returncode >= 0:
@@ -108,7 +117,8 @@ class ExporterProcess:
     def _start(self) -> subprocess.Popen[bytes] | None:
         # users' modules are found where this process finds them
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment = {**os.environ, **paths, **self._variables}
+        sinks = json.dumps(list(self._sinks.values()))
+        environment = {**os.environ, **paths, SINKS_VARIABLE: sinks}
         with self._start_lock:
             if self._abandoned:
                 return None
@@ -134,44 +144,56 @@ class ExporterProcess:
                 self._process.stdin.flush()
 
     def _record_status(self, status: dict[str, Any]) -> None:
-        name, nbytes = status["name"], status["behind_bytes"]
-        if self._finishing.is_set() and nbytes:
-            option = "--transfer" if name == self._function else "--to"
-            if name == HOOK:
-                option, name = "--on-event", "VALUE"
+        sink, nbytes = self._sinks[status["name"]], status["behind_bytes"]
+        command = f"python -m samestep.record.exporter {self._directory} {sink.flag}"
+        if status.pop("has_never_worked", False):
+            self._failure = (
+                f"{sink.option}={sink.value!r} failed at every call, so nothing of the record was "
+                f"copied ({status['error']}); the run itself is complete in {self._directory}. "
+                f"Correct the function, which gets the path of a file as text, and run: {command}"
+            )
+        elif self._finishing.is_set() and nbytes:
             logger.warning(
                 "%d bytes of the record were not sent to %s. They will be sent when the run "
-                "starts again; or run: python -m samestep.record.exporter %s %s %s",
-                *(nbytes, status["name"], self._directory, option, name),
+                "starts again; or run: %s",
+                *(nbytes, sink.name, command),
             )
         with suppress(RecordError):  # the run itself reports a full disk
             self._record.event("sink", **status)
 
 
+@contextmanager
+def _ended_when_stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a process that a signal stops during the block, and wait until it exits."""
+
+    def watch() -> None:
+        # the status of an exit stays for `process`, which reads it after the block
+        states = os.WEXITED | os.WSTOPPED | os.WNOWAIT
+        with suppress(ChildProcessError):  # `process` has read it already
+            state = os.waitid(os.P_PID, process.pid, states)
+            if state is not None and state.si_code == os.CLD_STOPPED:
+                logger.warning("the exporter was stopped by signal %d; ending it", state.si_status)
+                process.kill()
+
+    thread = threading.Thread(target=watch, name="watch exporter", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 class Exporter:
     """The senders of a run's record. Writes the status of each sink to `channel`, as JSON lines."""
 
-    def __init__(
-        self,
-        directory: Path,
-        sinks: Sequence[str],
-        function: str | None,
-        channel: IO[str],
-        hook: str | None,
-    ) -> None:
+    def __init__(self, directory: Path, sinks: Iterable[SinkSpec], channel: IO[str]) -> None:
         cursor = Cursor(directory)
         self._file, self._channel = directory / FILE_NAME, channel
         self._reported: dict[str, tuple[float, dict[str, Any]]] = {}
-        kinds: list[tuple[str, Callable[..., Destination]]] = [
-            (name, StorageDestination if is_url(name) else SinkAdapter) for name in sinks
-        ]
-        if function is not None:
-            kinds.append((function, FunctionDestination))
-        if hook is not None:
-            kinds.append((hook, HookAdapter))
         self._senders = []
-        for name, kind in kinds:
-            destination = kind(name, directory, open_source(directory), cursor)
+        for sink in sinks:
+            kind = _destination_of(sink)
+            destination = kind(sink.value, directory, open_source(directory), cursor)
             self._senders.append(Sender(open_source(directory), destination))
 
     def report(self) -> None:
@@ -207,7 +229,8 @@ class Exporter:
         for sender in unfinished:
             status = sender.status(self._size())
             error = status["error"] or "the rest was not sent before the run ended"
-            self._write({**status, "error": error})
+            failure = {"has_never_worked": True} if sender.has_never_worked else {}
+            self._write({**status, "error": error, **failure})
         return not unfinished
 
     def _write(self, status: dict[str, Any]) -> None:
@@ -216,6 +239,12 @@ class Exporter:
 
     def _size(self) -> int:
         return self._file.stat().st_size if self._file.exists() else 0
+
+
+def _destination_of(sink: SinkSpec) -> type[Destination]:
+    if sink.option == "sinks":
+        return StorageDestination if is_url(sink.value) else SinkAdapter
+    return FunctionDestination if sink.option == "transfer" else HookAdapter
 
 
 def _has_changed(status: dict[str, Any], last: dict[str, Any]) -> bool:
@@ -232,17 +261,20 @@ def main() -> int:
     description = "Send the missing parts of a run's record to sinks."
     parser = argparse.ArgumentParser("python -m samestep.record.exporter", description=description)
     parser.add_argument("directory", type=Path, help="directory of a run")
-    sinks = "a URL, tensorboard, mlflow, wandb, or module:Class"
-    parser.add_argument("--to", action="append", default=[], metavar="SINK", help=sinks)
-    parser.add_argument("--transfer", help="module:function called with the path of every file")
-    parser.add_argument("--on-event", help="module:function or http(s) URL called for alerts")
+    add = partial(parser.add_argument, action="append", dest="sinks", default=[])
+    text = "a URL, tensorboard, mlflow, wandb, or module:Class"
+    add("--to", type=partial(SinkSpec, "sinks"), metavar="SINK", help=text)
+    text = "module:function called with the path of every file"
+    add("--transfer", type=partial(SinkSpec, "transfer"), metavar="FUNCTION", help=text)
+    text = "module:function or http(s) URL called for alerts"
+    add("--on-event", type=partial(SinkSpec, HOOK), metavar="HOOK", help=text)
     # the process that writes the record, if it started this one
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.parent is not None:
-        return _run_with_parent(options)
-    check_sinks(options.to, options.on_event)
-    if not (options.to or options.transfer or options.on_event):
+        return _run_with_parent(options.directory, options.parent)
+    check_sinks(options.sinks)
+    if not options.sinks:
         parser.error("expected a destination; pass --to, --transfer or --on-event")
     if not (options.directory / FILE_NAME).is_file():
         parser.error(f"expected a run's directory with {FILE_NAME}, got {options.directory}")
@@ -250,45 +282,42 @@ def main() -> int:
     if locked is None:
         parser.error(f"another exporter uses {options.directory}; wait until its run has ended")
     with locked:
-        if options.on_event:
+        if any(sink.option == HOOK for sink in options.sinks):
             begin_hook(options.directory)
-        destinations = options.to, options.transfer
-        exporter = Exporter(options.directory, *destinations, sys.stdout, options.on_event)
+        exporter = Exporter(options.directory, options.sinks, sys.stdout)
         return 0 if exporter.finish(None) else 1
 
 
-def _run_with_parent(options: argparse.Namespace) -> int:
+def _run_with_parent(directory: Path, parent: int) -> int:
     os.nice(NICENESS)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what users' code prints
-    destinations = options.to, options.transfer, channel, os.environ.get(ON_EVENT)
+    sinks = [SinkSpec(*pair) for pair in json.loads(os.environ[SINKS_VARIABLE])]
     seconds = None
-    while (locked := lock(options.directory)) is None:  # the previous exporter is about to exit
+    while (locked := lock(directory)) is None:  # the previous exporter is about to exit
         if seconds is None:
-            seconds = _wait_for_end(options.parent)
+            seconds = _wait_for_end(parent)
         elif seconds <= 0:
-            _report_locked(options.directory, *destinations)
+            error = "another exporter of this run did not exit before the run ended"
+            for status in _unsent(directory, [sink.name for sink in sinks], error):
+                channel.write(f"{json.dumps(status)}\n")
+            channel.flush()
             return 1
         else:
             time.sleep(LOCK_SECONDS)
             seconds -= LOCK_SECONDS
     with locked:
-        exporter = Exporter(options.directory, *destinations)
-        while seconds is None and (seconds := _wait_for_end(options.parent)) is None:
+        exporter = Exporter(directory, sinks, channel)
+        while seconds is None and (seconds := _wait_for_end(parent)) is None:
             exporter.report()
         return 0 if exporter.finish(seconds) else 1
 
 
-def _report_locked(
-    directory: Path, sinks: Sequence[str], function: str | None, channel: IO[str], hook: str | None
-) -> None:
-    """Report that no sink of a run received anything, because another exporter did not exit."""
+def _unsent(directory: Path, names: Iterable[str], error: str) -> list[dict[str, Any]]:
+    """Return the status of sinks, none of which may have received anything of the record."""
     size = (directory / FILE_NAME).stat().st_size
-    error = "another exporter of this run did not exit before the run ended"
-    for name in filter(None, [*sinks, function, hook and HOOK]):
-        status = {"name": name, "behind_bytes": size, "dropped": 0, "error": error}
-        channel.write(f"{json.dumps(status)}\n")
-    channel.flush()
+    status = {"behind_bytes": size, "dropped": 0, "error": error}
+    return [{"name": name, **status} for name in names]
 
 
 def _wait_for_end(parent: int) -> float | None:

@@ -39,8 +39,14 @@ class DivergenceCheck:
     if digests differ, they compare a checksum of each tensor.
     """
 
-    def __init__(self, every: int | None, world: World, tracked: Tracked) -> None:
-        self.modules: list[torch.nn.Module] = []
+    def __init__(
+        self,
+        every: int | None,
+        world: World,
+        tracked: Tracked,
+        modules: list[torch.nn.Module],
+    ) -> None:
+        self.modules = modules
         self._every, self._world, self._tracked = every, world, tracked
         self._has_begun = self._is_fresh = False
         self._equal_step: int | None = None

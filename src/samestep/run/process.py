@@ -379,9 +379,9 @@ class StopRequest:
     handles signals in the main thread only; in other threads nothing is deferred.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, deferring: bool = False) -> None:
         self.signal = 0
-        self.deferring = False
+        self.deferring = deferring
         self._previous: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -390,6 +390,10 @@ class StopRequest:
                 # Python runs handlers between two instructions of the main thread. While native
                 # code computes, the request stays pending.
                 self._previous[number] = signal.signal(number, self._handle)
+
+    def defer(self, *, active: bool) -> None:
+        """Defer signals from now on, or no longer."""
+        self.deferring = active
 
     def exit(self, number: int) -> NoReturn:
         """Raise KeyboardInterrupt for Ctrl-C, or SystemExit with status 128 + `number`."""

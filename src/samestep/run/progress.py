@@ -15,7 +15,7 @@ from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
 from samestep.errors import DataError
-from samestep.record import OWN, Record
+from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, announce
 from samestep.snapshot.manager import SnapshotManager
@@ -83,7 +83,9 @@ class Progress:
         *,
         data_check: DataCheck,
         resumed: Snapshot | None,
+        on_end: Callable[[], object],
     ) -> None:
+        """`on_end` is called before the end of the run is recorded."""
         self.step = self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
@@ -92,7 +94,7 @@ class Progress:
         self.epoch_loops: set[str] = set()  # that end with the current epoch, by name
         self.reads: set[str] = set()  # the attributes that user code has read outside of steps
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
-        self.on_end: Callable[[], object] = lambda: None  # is called before the end is recorded
+        self._on_end = on_end
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
         self._data_check = data_check
@@ -108,7 +110,8 @@ class Progress:
         if resumed is not None:
             # The loops take their positions from here when the script creates them, by name.
             state = resumed.state["run"]
-            self.step = self.status.step = state["step"]
+            self.step = state["step"]
+            self.status.set_step(self.step)
             self.epoch = state["epoch"]
             self.positions = {name: Position(**at) for name, at in state["positions"].items()}
             self.resumed_streams = resumed.state.get("streams", {})
@@ -158,10 +161,10 @@ class Progress:
         self.epoch = batch.epoch
         self._measured = self._measured or (time.monotonic(), self.status.waited)
         self._current = CurrentStep(batch, complete)
-        self.status.step = self.step
+        self.status.set_step(self.step)
         self.status.set_activity(BODY)
         # Without snapshots, waiting for the end of the step would save nothing.
-        self._stop.deferring = self._snapshots.is_enabled
+        self._stop.defer(active=self._snapshots.is_enabled)
         set_generators(key(self._config.seed, "body", self.step))
 
     def leave_step(self) -> None:
@@ -210,7 +213,7 @@ class Progress:
             self._take_snapshot()
         if decision.signal:
             self._stop_run(decision.signal)
-        self._stop.deferring = False  # no step runs: a signal acts at once
+        self._stop.defer(active=False)  # no step runs: a signal acts at once
         set_generators(key(self._config.seed, f"after {name}", self.positions[name].done))
 
     def complete_left_step(self) -> None:
@@ -218,7 +221,7 @@ class Progress:
         if self._current is not None and self._current.left and self._current.updates:
             self._current.batch.load()  # as in a step that ends normally
             self.end_step()
-            self._stop.deferring = False
+            self._stop.defer(active=False)
 
     def snapshot(self, score: float | None) -> None:
         """Take a snapshot now, or at the end of the current step."""
@@ -233,7 +236,7 @@ class Progress:
         """Take the last snapshot and return when it is complete."""
         self._divergence.expire()
         self.complete_left_step()
-        self._stop.deferring = True  # a signal now waits for the last snapshot
+        self._stop.defer(active=True)  # a signal now waits for the last snapshot
         self._take_snapshot()
         self._finish("finished")
         if self._stop.signal:  # its status still tells of the signal
@@ -291,20 +294,18 @@ class Progress:
         optimizer.register_step_post_hook(stop)
 
     def _measure(self, batch: Batch) -> None:
-        lanes, now = self._lanes, (time.monotonic(), self.status.waited)
+        now = (time.monotonic(), self.status.waited)
         began, waited = self._measured or now
         self._measured = now
         self._seconds = {
             "data": batch.data_seconds,
-            "compute": lanes.compute_seconds,
-            "exchange": lanes.exchange_seconds,
+            **self._lanes.take_seconds(),
             "optimizer": self._optimizer_seconds,
-            "snapshot": self._snapshots.stall_seconds,
+            "snapshot": self._snapshots.take_stall_seconds(),
             OWN: now[0] - began - (now[1] - waited),  # without the waits for other workers
         }
-        self._gpu_seconds = lanes.gpu_clock.take()
-        lanes.compute_seconds = lanes.exchange_seconds = 0.0
-        self._optimizer_seconds = self._snapshots.stall_seconds = 0.0
+        self._gpu_seconds = self._lanes.gpu_clock.take()
+        self._optimizer_seconds = 0.0
 
     def _is_last(self) -> bool:
         return self._config.stop_after is not None and self.step >= self._config.stop_after
@@ -343,7 +344,7 @@ class Progress:
         self._record.flush()
         # Waits for the commit. If it fails, the run fails, and the record has no end.
         self._snapshots.finish()
-        self.on_end()  # the end is the last event
+        self._on_end()  # the end is the last event
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))

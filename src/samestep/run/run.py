@@ -191,7 +191,8 @@ class Run(Collectives, Recording):
                 "parameters that are already sharded"
             )
         self._lanes.manual.unwatch(parameters)
-        self._lanes.seals.append(GradientSeal(optimizer))  # first, so that its hooks run first
+        seal = GradientSeal(optimizer, partial(self._lanes.settle, optimizer))
+        self._lanes.seals.append(seal)  # first, so that its hooks run first
         if self.world_size > 1:
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
@@ -200,7 +201,6 @@ class Run(Collectives, Recording):
             places = self._lanes.places()
             shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
-            self._lanes.seals[-1].settle = shard.settle
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
             # the segments, which `Shard` has put into the groups
@@ -568,7 +568,8 @@ class Run(Collectives, Recording):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
-            self._world.abandoned = error is not None
+            if error is not None:
+                self._world.abandon()
             if error is None:
                 for shard in self._lanes.shards:
                     shard.complete()  # gradients that were not used may still arrive
@@ -591,6 +592,6 @@ class Run(Collectives, Recording):
             if sys.exc_info()[1] is None:
                 self._world.wait_for_gpu()  # a hang is reported only while the watchdog runs
             else:  # in `finally`, after an exception
-                self._world.abandoned = True
+                self._world.abandon()
         finally:
             self._session.close()

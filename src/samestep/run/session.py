@@ -10,9 +10,8 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from samestep.record import Record, open_record
 from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock, is_locked_by, locked_by
-from samestep.record.sinks import check_sinks
+from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (
     CommitQuery,
@@ -48,7 +47,7 @@ from samestep.run.process import (
 )
 from samestep.run.progress import Progress
 from samestep.snapshot.in_memory import InMemorySnapshots
-from samestep.snapshot.manager import SnapshotManager
+from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.resume import Downloads, last_own_step, load_from, load_newest
 from samestep.step.lane_engine import LaneEngine
@@ -65,6 +64,8 @@ class Session:
         # what worker 0 wrote to the directory, until all hosts have seen it
         self._lock: str | None = None
         self._exits = ExitStack()
+        self._samplers = ExitStack()  # stopped before the end of the run is recorded
+        self._exporter: ExporterProcess | None = None
         is_first = process.rank == 0 and os.environ.get(ATTEMPT, "0") == "0"
         # Git runs while this worker starts; only the first attempt of a run records the commit.
         self._commit = CommitQuery() if config.dir is not None and is_first else None
@@ -77,18 +78,17 @@ class Session:
             self._exits.callback(release_freed_memory)
         try:
             # Blocks until all workers are there, or `timeout` has passed.
-            self.world = connect(process, config, gpus=gpu_names(self.devices))
+            gpus = gpu_names(self.devices)
+            self.world = connect(process, config, gpus=gpus, on_stall=self._report_stall)
         except BaseException:
             self._exits.close()
             raise
-        self.world.status.on_stall = self._report_stall
-        self.world.status.on_recovery = partial(self._add_to_record, "recovered")
         try:
             self._check_exchange()
             self._assemble(config)
         except BaseException as error:
             # The other workers are connected and wait for this one, so they must learn of it.
-            self.world.abandoned = True
+            self.world.abandon()
             self.world.status.report_failure(error)
             self.close()
             raise
@@ -105,10 +105,8 @@ class Session:
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
         attempt_number = int(os.environ.get(ATTEMPT, "0"))
-        remote = () if config.remote is None else (config.remote,)
-        sinks = list(dict.fromkeys((*remote, *(config.sinks or ())))) if is_main else []
-        # a wrong address ends the run now, not hours later
-        check_sinks(sinks, config.on_event if is_main else None)
+        sinks = sinks_of(config) if is_main else []
+        check_sinks(sinks)  # a wrong address ends the run now, not hours later
         in_memory = InMemorySnapshots(
             state,
             self._process,
@@ -128,33 +126,33 @@ class Session:
         # Only a start by the user can begin another history. Replacement workers continue this one.
         if is_main and not has_begun:
             set_other_snapshots_aside(config, resumed, attempt, self.record)
-        self.lanes = LaneEngine(world, config, lanes, self.devices)
-        self._exits.callback(self.lanes.close)
-        # of all optimizers, tracked or not
-        hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
-        self._exits.callback(hook.remove)
+        modules: list[torch.nn.Module] = []  # replicated
+        self.lanes = self._make_lanes(lanes, modules)
         workers = self._gather_workers()
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environments(resumed, environment)
+        # `samestep verify` compares snapshots itself
+        tracked, every = Tracked(resumed), None if is_observed() else config.check_every
+        self.divergence = DivergenceCheck(every, world, tracked, modules)
         self.snapshots = SnapshotManager(
-            config, world, self.record, attempt, environment, resumed, in_memory
+            config,
+            world,
+            self.record,
+            attempt,
+            environment,
+            resumed,
+            in_memory,
+            tracked=tracked,
+            check_models=self.lanes.check_models,
+            compare=None if is_observed() else self.divergence.compare,
         )
-        self.snapshots.check_models = self.lanes.check_models
         self._exits.callback(self.snapshots.close)
         # Signals ended the process at once until now, since there was no state to save.
-        self.stop = StopRequest()
         # A state that exists only in memory is written at the end of the first step.
-        self.stop.deferring = resumed is not None and resumed.in_memory
+        self.stop = StopRequest(deferring=resumed is not None and resumed.in_memory)
         self._exits.callback(self.stop.close)
-        every = None if is_observed() else config.check_every
-        self.divergence = DivergenceCheck(every, world, self.snapshots.tracked)
         self.data_check = DataCheck(config.seed, world.rank, world.size, world.all_gather_json)
-        if is_observed():  # `samestep verify` compares snapshots itself
-            observer = LaneObserver(world.rank, self.divergence.modules)
-            self.lanes.observe = observer.lane
-        else:
-            self.snapshots.compare = self.divergence.compare  # before each snapshot
         self.progress = Progress(
             config,
             self.record,
@@ -164,6 +162,7 @@ class Session:
             self.divergence,
             data_check=self.data_check,
             resumed=resumed,
+            on_end=self._samplers.close,
         )
         # What the script draws before its first loop, such as parameters, is then the same on all
         # workers, and does not depend on what was drawn while the run started.
@@ -177,15 +176,25 @@ class Session:
         if config.dir is not None:
             self._follow(config.dir, sinks, workers)
 
+    def _make_lanes(self, lanes: int, modules: list[torch.nn.Module]) -> LaneEngine:
+        """Return the engine, which checks every step of an optimizer until the run ends."""
+        # `samestep verify` looks for changes by lanes
+        observe = LaneObserver(self.world.rank, modules).lane if is_observed() else nullcontext
+        engine = LaneEngine(self.world, self.config, lanes, self.devices, observe)
+        self._exits.callback(engine.close)
+        # of all optimizers, tracked or not
+        hook = register_optimizer_step_pre_hook(engine.before_optimizer_step)
+        self._exits.callback(hook.remove)
+        return engine
+
     def _follow(
-        self, directory: Path, sinks: Sequence[str], workers: Sequence[Mapping[str, Any]]
+        self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]
     ) -> None:
         """Send the record to sinks, and add samples of hosts to it, until the run ends."""
         config, process = self.config, self._process
-        function, hook = config.transfer, config.on_event
-        if process.rank == 0 and (sinks or function or hook):
-            exporter = ExporterProcess(directory, sinks, function, self.record, hook)
-            self._exits.callback(exporter.finish)
+        if sinks:
+            self._exporter = ExporterProcess(directory, sinks, self.record)
+            self._exits.callback(self._exporter.finish)
             self._exits.callback(self._write_images)  # runs before the exporter finishes
         # One worker per host samples it; the one of rank 0 writes all samples to the record.
         if process.local_rank == 0 and config.system_every is not None:
@@ -194,7 +203,7 @@ class Session:
             }
             status, seconds = self.world.status, config.system_every
             sampler = SystemSampler(seconds, hosts, status, self.record)
-            self.progress.on_end = sampler.stop
+            self._samplers.callback(sampler.stop)
             self._exits.callback(sampler.close)
 
     def _check_directory(self) -> None:
@@ -347,7 +356,7 @@ class Session:
 
     def report_failure(self, error: BaseException) -> None:
         """Report an error to the other workers, so that all exit, and to the record."""
-        self.world.abandoned = True
+        self.world.abandon()
         self.world.status.report_failure(error)
         # The other workers first: they wait for this one. Then the record, which any worker can add
         # an event to, since only rank 0 has it open.
@@ -362,8 +371,11 @@ class Session:
             record.event("failed", **worker, step=step, **fields)
             record.close()
 
-    def _report_stall(self, text: str) -> None:
-        """Print that workers wait for another one, and record it. Called from a thread."""
+    def _report_stall(self, text: str | None) -> None:
+        """Print that workers wait for another one, and record it, or its end. From a thread."""
+        if text is None:
+            self._add_to_record("recovered")
+            return
         announce(text, logging.WARNING)
         self._add_to_record("stalled", reason=text.removeprefix("stalled: "))
 
@@ -385,6 +397,9 @@ class Session:
         finally:
             self._exits.close()
             end_group(self.world)
+        # an error that ends the run matters more; a stop is none
+        if self._exporter is not None and not isinstance(sys.exc_info()[1], Exception):
+            self._exporter.raise_if_failed()
 
 
 def find_snapshot(

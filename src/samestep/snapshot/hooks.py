@@ -89,12 +89,13 @@ class Hook:
 class FunctionHook(Hook):
     """Calls a function with the path of every file of each snapshot in turn, the manifest last.
 
-    If the function raises, that is reported, and the rest of that snapshot is skipped.
-    `report(kind, **fields)` runs in another thread.
+    Paths are texts. If the function raises, that is reported, and the rest of that snapshot is
+    skipped. `report(kind, **fields)` runs in another thread.
     """
 
-    def __init__(self, function: Callable[[Path], object], report: Callable[..., object]) -> None:
+    def __init__(self, function: Callable[[str], object], report: Callable[..., object]) -> None:
         self._function, self._report = function, report
+        self._has_worked, self._failure = False, ""
         self._waiting: deque[Path] = deque()
         super().__init__("transfer snapshots")
 
@@ -102,6 +103,16 @@ class FunctionHook(Hook):
         """Schedule the calls for the files of a snapshot."""
         self._waiting.append(path)  # before the request, which starts the pass
         super().on_commit(path)
+
+    def finish(self) -> None:
+        """Wait for all calls. Raises `SnapshotError` if each of them raised an exception."""
+        super().finish()
+        if self._failure and not self._has_worked:
+            raise SnapshotError(
+                "the last snapshot is complete, but transfer failed for every file, so nothing "
+                f"was copied: {self._failure}. Correct the function, which gets the path of a file "
+                "as text, and copy the snapshots yourself"
+            )
 
     def close(self) -> None:
         """Start no further call."""
@@ -122,9 +133,11 @@ class FunctionHook(Hook):
         path = snapshot
         try:
             for path in (snapshot / name for name in names):  # `path` names the file in an error
-                self._function(path)
+                self._function(str(path))
+                self._has_worked = True
         except BaseException as error:  # noqa: BLE001  not even sys.exit() there stops training
             reason = f"{type(error).__name__}: {error}"
+            self._failure = f"{path}: {reason}"
             self._report("transfer_failed", path=str(path), reason=reason)
             logging.getLogger("samestep").warning("transfer failed for %s: %s", path, reason)
 

@@ -113,9 +113,9 @@ def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 class SnapshotManager:
     """Saves snapshots at intervals of steps or minutes, on request, and at the end.
 
-    Without a directory, it saves none on disk. `compare(step, shared)` runs before each snapshot,
-    with the states of tracked objects that are not sharded: it waits for all workers, and raises an
-    exception if these states differ.
+    Without a directory, it saves none on disk. `check_models()` and `compare(step, shared)` run
+    before each snapshot, the latter with the states of tracked objects that are not sharded: it
+    waits for all workers, and raises an exception if these states differ.
     """
 
     def __init__(
@@ -127,14 +127,15 @@ class SnapshotManager:
         environment: Mapping[str, str],
         resumed: Snapshot | None,
         in_memory: InMemorySnapshots,
+        *,
+        tracked: Tracked,
+        check_models: Callable[[], object] = lambda: None,
+        compare: Callable[[int, States], object] | None = None,
     ) -> None:
-        self.tracked = Tracked(resumed)
-        self.in_memory = in_memory
-        self.compare: Callable[[int, States], object] = lambda *_: world.barrier(
-            "starting a snapshot"
-        )
-        self.check_models: Callable[[], object] = lambda: None  # before a snapshot
-        self.stall_seconds = 0.0
+        self.tracked, self.in_memory = tracked, in_memory
+        self._check_models = check_models
+        self._compare = compare or (lambda *_: world.barrier("starting a snapshot"))
+        self._stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
         self._environment = dict(environment)
         # the last one on disk
@@ -165,6 +166,11 @@ class SnapshotManager:
     def is_enabled(self) -> bool:
         """Whether snapshots are saved on disk."""
         return self._writer is not None and bool(self.tracked)
+
+    def take_stall_seconds(self) -> float:
+        """Return the seconds that training has waited for snapshots since the last call."""
+        seconds, self._stall_seconds = self._stall_seconds, 0.0
+        return seconds
 
     def time_is_up(self) -> bool:
         """Return whether the minutes between snapshots have passed on this worker's clock."""
@@ -215,13 +221,13 @@ class SnapshotManager:
                 f"the run resumed from a snapshot that also holds {untracked}; track it as well "
                 "so that it is not lost"
             )
-        self.check_models()
+        self._check_models()
         # after this, workers communicate through files, which cannot show that a worker has exited
         started = time.perf_counter()
         tracked_shared, tracked_own = self.tracked.states()
         waiting = time.perf_counter()
         # Collective. A state that differs between workers must not be saved as if it were equal.
-        self.compare(step, tracked_shared)
+        self._compare(step, tracked_shared)
         started += time.perf_counter() - waiting  # this wait is not part of the stall
         shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
         info, began = self._info(shared), time.monotonic()
@@ -234,7 +240,7 @@ class SnapshotManager:
 
         self._writer.save(step, shared, own_states, info, score, stage)
         self._saved_step, self._saved_time = step, time.monotonic()
-        self.stall_seconds += time.perf_counter() - started
+        self._stall_seconds += time.perf_counter() - started
 
     @property
     def is_writing(self) -> bool:
@@ -252,9 +258,9 @@ class SnapshotManager:
         if not self.tracked or self.tracked.untracked():
             return
         started = time.monotonic()
-        self.check_models()
+        self._check_models()
         tracked_shared, tracked_own = self.tracked.states()
-        self.compare(step, tracked_shared)
+        self._compare(step, tracked_shared)
         with self._giving_up(step):
             shared, own_states = states()
             shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
@@ -262,7 +268,7 @@ class SnapshotManager:
             self.in_memory.save(
                 step, self._attempt, shared, own_states, info, started, writing=writing
             )
-        self.stall_seconds += time.monotonic() - started
+        self._stall_seconds += time.monotonic() - started
 
     @contextmanager
     def _giving_up(self, step: int) -> Iterator[None]:

@@ -364,10 +364,9 @@ class GradientSeal:
     changes are refused with one worker as well, and each step clears the gradients.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        # waits for gradients that still arrive, and drops cleared ones
-        self.settle: Callable[[], object] = lambda: None
+    def __init__(self, optimizer: Optimizer, settle: Callable[[], object]) -> None:
+        """`settle` waits for gradients that still arrive, and drops cleared ones."""
+        self.optimizer, self._settle = optimizer, settle
         # before `Shard` replaces the parameters by segments
         self._ids = set(map(id, self._parameters()))
         self.seal()
@@ -403,7 +402,7 @@ class GradientSeal:
     def open(self) -> None:
         """Check gradients, and settle them, so that they can be read."""
         self.check()
-        self.settle()
+        self._settle()
         self.seal()
 
     def _parameters(self) -> list[Tensor]:

@@ -227,6 +227,18 @@ class LaneEngine(LaneContext):
         if not may_move:
             self._checked[module] = parameters, current
 
+    def settle(self, optimizer: Optimizer) -> None:
+        """Wait for gradients of a sharded optimizer, and drop those that user code has cleared."""
+        for shard in self.shards:
+            if shard.optimizer is optimizer:
+                shard.settle()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the host's seconds in each phase since the last call."""
+        seconds = {"compute": self.compute_seconds, "exchange": self.exchange_seconds}
+        self.compute_seconds = self.exchange_seconds = 0.0
+        return seconds
+
     def open_seals(self) -> None:
         """Wait for all gradients of sharded optimizers, so that they can be read.
 

@@ -59,12 +59,16 @@ class LossSpec:
 
 @dataclass
 class LaneContext:
-    """The lanes of one worker, with the devices, replicas and buffers that their passes use."""
+    """The lanes of one worker, with the devices, replicas and buffers that their passes use.
+
+    `observe` is entered for each lane, with its loss and seed; `samestep verify` looks for changes.
+    """
 
     world: World
     config: Config
     lanes: int
     devices: Sequence[torch.device]
+    observe: Callable[..., AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         # at least one lane per device
@@ -72,8 +76,6 @@ class LaneContext:
         self.replicas = Replicas(self.devices, self.own)
         self.buffers = Buffers(self.world, self.lanes, self.replicas)
         self.manual = ManualGradients()
-        # entered for each lane, with its loss and seed; `samestep verify` looks for changes
-        self.observe: Callable[..., AbstractContextManager[Any]] = nullcontext
 
     @property
     def round_to(self) -> torch.dtype | None:

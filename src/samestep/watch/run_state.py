@@ -111,6 +111,10 @@ class RunState:
         self._trained: tuple[Event, Event] | None = None  # the last start with a loop, and the loop
         self._image_count = 0
 
+    def skip_lines(self, count: int) -> None:
+        """Count lines that are torn or no events."""
+        self.skipped_lines += count
+
     def apply(self, event: dict[str, Any]) -> None:
         """Apply the next event. Fields and events that no run writes are ignored."""
         kind, time = event.get("event"), to_number(event.get("time"))

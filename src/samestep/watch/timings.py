@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.record import OWN, PARTS, QUANTILES
+from samestep.record.record import OWN, PARTS, QUANTILES
 from samestep.record.source import StepPosition
 from samestep.watch.curves import (
     Table,

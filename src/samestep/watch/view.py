@@ -142,7 +142,7 @@ class View:
                 for event in batch:
                     self._run.apply(event)
         with self._lock:
-            self._run.skipped_lines += lines - len(read)
+            self._run.skip_lines(lines - len(read))
         if self._was_read and any(event.get("event") != SYSTEM for event in read):
             self._seen = time.time()
         self._offset += len(data)

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from samestep.config import SINKS
+from samestep.config import SINKS, merge
 from samestep.errors import ConfigError
 from samestep.record import open_record
 from samestep.record.cursor import Cursor
-from samestep.record.sinks import NAMED, SinkAdapter, check_sinks, open_sink
+from samestep.record.sinks import NAMED, SinkAdapter, SinkSpec, check_sinks, open_sink, sinks_of
 from samestep.record.source import open_source
 from tests.record.faulty_sinks import name_of
 
@@ -20,8 +20,19 @@ class OwnSink:
 
 
 def test_a_users_class_is_called_with_the_directory(tmp_path):
-    check_sinks([name_of(OwnSink)])
+    check_sinks([SinkSpec("sinks", name_of(OwnSink))])
     assert open_sink(name_of(OwnSink), tmp_path).directory == tmp_path
+
+
+def test_all_options_that_name_sinks_are_one_list():
+    options = {"sinks": "wandb,s3://b/one", "remote": "s3://b/one", "on_event": "m:f"}
+    sinks = sinks_of(merge({"dir": "runs", "transfer": "m:g", **options}, {}))
+    assert sinks == [
+        ("sinks", "s3://b/one"), ("sinks", "wandb"), ("transfer", "m:g"), ("on_event", "m:f")
+    ]  # fmt: skip
+    assert [sink.flag for sink in sinks[1:]] == [
+        "--to wandb", "--transfer m:g", "--on-event VALUE"
+    ]  # fmt: skip
 
 
 def test_every_sink_name_has_a_class():
@@ -30,13 +41,13 @@ def test_every_sink_name_has_a_class():
 
 @pytest.mark.parametrize("name", SINKS)
 def test_a_missing_package_raises_with_the_install_command(name, monkeypatch):
-    check_sinks([name])
+    check_sinks([SinkSpec("sinks", name)])
     monkeypatch.setitem(sys.modules, NAMED[name][1], None)
     with pytest.raises(
         ConfigError,
         match=rf'sinks=.{name}. requires the package {name}: pip install "samestep\[{name}\]"',
     ):
-        check_sinks([name])
+        check_sinks([SinkSpec("sinks", name)])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +69,7 @@ def test_a_missing_package_raises_with_the_install_command(name, monkeypatch):
 )
 def test_sinks_that_cannot_work_raise(name, message):
     with pytest.raises(ConfigError, match=message):
-        check_sinks([name])
+        check_sinks([SinkSpec("sinks", name)])
 
 
 PIXELS = memoryview(bytes(6)).cast("B", (2, 3))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -228,7 +229,8 @@ passed = []
 
 def note(path):
     """The user's function."""
-    passed.append((path.relative_to(path.parents[1]).as_posix(), path.read_bytes()))
+    folder, name = path.split("/")[-2:]  # as DeepLIIF's guide has it: a path is text
+    passed.append((f"{folder}/{name}", Path(path).read_bytes()))
     if note.error is not None:
         raise note.error
 

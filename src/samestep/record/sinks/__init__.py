@@ -1,4 +1,4 @@
-"""Sinks, which receive a run's record outside of its directory, and the hook for alerts."""
+"""Sinks: everything that receives a run's record outside of its directory, or parts of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 from urllib.request import Request, urlopen
 
-from samestep.config import is_url
+from samestep.config import Config, is_url
 from samestep.errors import ConfigError, RecordError
 from samestep.record.cursor import Cursor, Destination
 from samestep.record.events import FILE_NAME, parse_events, to_json
@@ -32,8 +32,35 @@ PAUSE_SECONDS: Final = 0.5
 # errors that a retry would not change
 EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError)
 HOOK: Final = "on_event"
+# of the exporter, by option
+FLAGS: Final = {"sinks": "--to", "transfer": "--transfer", HOOK: "--on-event"}
 ALERTS: Final = ("restarting", "stalled", "stopped", "finished")  # in addition to failures and NaN
 HOOK_SECONDS: Final = 5.0  # to connect, and for the response
+
+
+class SinkSpec(NamedTuple):
+    """A sink as a user names it: by the value of the option `sinks`, `transfer` or `on_event`."""
+
+    option: str
+    value: str
+
+    @property
+    def name(self) -> str:
+        """The name in the record, which has no URL of a hook, because that is often secret."""
+        return HOOK if self.option == HOOK else self.value
+
+    @property
+    def flag(self) -> str:
+        """The arguments with which the exporter's command sends to this sink."""
+        return f"{FLAGS[self.option]} {'VALUE' if self.option == HOOK else self.value}"
+
+
+def sinks_of(config: Config) -> list[SinkSpec]:
+    """Return all sinks of a run. A `remote`, which receives the snapshots, is one as well."""
+    locations = dict.fromkeys((config.remote, *(config.sinks or ())))
+    pairs = [*(("sinks", location) for location in locations)]
+    pairs += [("transfer", config.transfer), (HOOK, config.on_event)]
+    return [SinkSpec(option, value) for option, value in pairs if value is not None]
 
 
 class Sink(Protocol):
@@ -66,17 +93,19 @@ def open_sink(name: str, directory: Path) -> Sink:
     return _find_class(NAMED[name][0] if name in NAMED else name)(directory)
 
 
-def check_sinks(names: Iterable[str], hook: str | None = None) -> None:
-    """Raise `ConfigError` for sinks, or a hook of `on_event`, that can never work."""
-    if hook is not None:
-        find_hook(hook)
-    for name in names:
-        if is_url(name):
-            Storage(name).open()
-        elif name not in NAMED:
-            _find_class(name)
-        elif find_spec(NAMED[name][1]) is None:
-            raise package_error(name)
+def check_sinks(sinks: Iterable[SinkSpec]) -> None:
+    """Raise `ConfigError` for sinks that can never work."""
+    for option, value in sinks:
+        if option == HOOK:
+            find_hook(value)
+        elif option == "transfer":
+            find_function(value)
+        elif is_url(value):
+            Storage(value).open()
+        elif value not in NAMED:
+            _find_class(value)
+        elif find_spec(NAMED[value][1]) is None:
+            raise package_error(value)
 
 
 def package_error(name: str) -> ConfigError:
@@ -109,8 +138,11 @@ def _post(url: str, event: Mapping[str, Any]) -> None:
             raise ConnectionError(f"the server redirects to {response.url}; use that URL")
 
 
-def find_function(name: str) -> Callable[[Path], object]:
-    """Return the function of the option `transfer`. Raises `ConfigError` if it is missing."""
+def find_function(name: str) -> Callable[[str], object]:
+    """Return the function of the option `transfer`, which takes a file's path as text.
+
+    Raises `ConfigError` if it is missing.
+    """
     return _import("transfer", "module:function", "a function that takes a file's path", name)
 
 

@@ -127,12 +127,16 @@ class StorageDestination(_FileDestination):
 
 
 class FunctionDestination(_FileDestination):
-    """Calls a function with the path of every image, and of every chunk of the events.
+    """Calls a function with the path of every image, and of every chunk of the events, as text.
 
     A chunk is a file only during the call.
     """
 
     pause_seconds = FUNCTION_PAUSE_SECONDS
+
+    def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
+        super().__init__(name, directory, source, cursor)
+        self.must_work = cursor.get(name) is None  # an earlier start has saved where it was
 
     def open(self) -> int:
         """Import the function, and remove chunks that a killed process left."""
@@ -150,7 +154,7 @@ class FunctionDestination(_FileDestination):
         file = self._directory / path
         try:
             file.write_bytes(lines)
-            self._function(file)
+            self._call(file)
         finally:
             with suppress(FileNotFoundError):  # the function may move it
                 file.unlink()
@@ -163,4 +167,8 @@ class FunctionDestination(_FileDestination):
         except RecordError:  # the file was removed
             self.dropped += 1
         else:
-            self._function(self._directory / path)
+            self._call(self._directory / path)
+
+    def _call(self, file: Path) -> None:
+        self._function(str(file))
+        self.must_work = False

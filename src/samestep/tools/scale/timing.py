@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from samestep.errors import RecordError
-from samestep.record import PARTS as RECORDED_PARTS
+from samestep.record.record import PARTS as RECORDED_PARTS
 
 PARTS: Final = (*RECORDED_PARTS, "other")
 WARM_UP: Final = 3  # steps to skip: the first ones allocate memory and start loader processes
