@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final
 
 from typing_extensions import Self
@@ -107,22 +104,6 @@ def process_state(pid: int) -> str:
     if state in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}:
         return "stopped"
     return "exited" if state in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else "running"
-
-
-def host_name() -> str:
-    """Return a name that is equal for processes of one running kernel, even in containers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
-
-
-def machine_name() -> str:
-    """Return a name that is equal for workers that see each other's processes."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return os.urandom(8).hex()
 
 
 MAX_LISTED: Final = 8  # missing workers

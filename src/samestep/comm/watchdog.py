@@ -33,12 +33,12 @@ from samestep.comm.status import (
     Heartbeat,
     WorkerStatus,
     describe_stall,
-    machine_name,
     no_response,
     report_hang,
 )
 from samestep.comm.store import StoreClient
 from samestep.errors import HangError, WorldError
+from samestep.host import kernel_id
 
 Value = TypeVar("Value")
 
@@ -98,7 +98,7 @@ class Watchdog(WorkerStatus):
         self._stall_reported = False  # by this worker, and it goes on
         # Only the thread waits for a store whose process is stopped; it may continue later.
         client.seconds = None
-        self._machine = machine_name()
+        self._machine = kernel_id("pid") or os.urandom(8).hex()
         self._main = threading.get_ident()
         self._alarmed = self._stuck = self._finished = False
         self._failure: str | None = None
