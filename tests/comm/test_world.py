@@ -389,7 +389,7 @@ def test_a_worker_that_exits_while_sums_are_awaited_is_an_error_within_seconds()
         total = torch.zeros(LARGE)
         received = {rank: [torch.zeros(LARGE)] for rank in others}
         totals = {rank: torch.zeros(LARGE) for rank in others}
-        begin = world.begin_sums([Share(received, lambda: None, total, totals)], "adding")
+        begin = world.partners.begin_sums([Share(received, lambda: None, total, totals)], "adding")
         world.barrier("starting")
         if world.rank == 2:
             os._exit(7)

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from samestep.comm.base import Share
+from samestep.comm.base import Arrival, SendSums, Share
 
 Key = tuple[int, int]  # the number of a transfer, and of the tensor in it
 
@@ -321,6 +321,35 @@ class Reduction:
         since = time.monotonic()  # a channel may have been idle while another worker was awaited
         for channel, transfer in [*self._arriving, *self._sending]:
             channel.wait(transfer, seconds, since)
+
+
+class ChannelPartners:
+    """Partners with a channel to each, by rank.
+
+    `next_number` returns the number of a transfer, the same on all workers. `arrival` explains the
+    errors of waiting for one.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        next_number: Callable[[], int],
+        arrival: Callable[[Callable[[float], None], Callable[[], bool], str], Arrival],
+    ) -> None:
+        self._channels, self._next_number, self._arrival = channels, next_number, arrival
+
+    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
+        """Do what `Partners.begin_sums` says, with a `Reduction` for each tensor."""
+        reductions = [Reduction(self._channels, self._next_number(), share) for share in shares]
+
+        def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
+            arrivals = []
+            for reduction, sums_by_rank in zip(reductions, sums, strict=True):
+                reduction.send(sums_by_rank)
+                arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
+            return arrivals
+
+        return send
 
 
 def _are_done(transfers: Sequence[tuple[Channel, Transfer]]) -> bool:

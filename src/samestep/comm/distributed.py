@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.cluster import gloo_address
-from samestep.comm.base import EMPTY, Arrival, Send, SendSums, Share, Sizes, World
-from samestep.comm.channel import Channel, Listener, Reduction, connect
+from samestep.comm.base import EMPTY, Arrival, Send, Sizes, World
+from samestep.comm.channel import Channel, ChannelPartners, Listener, connect
 from samestep.comm.link import to_bytes, to_text
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
@@ -112,7 +112,8 @@ class Distributed(World):
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
         try:
             self._channels = self._open_channels()
-            self.adds_early = bool(self._channels)
+            if self._channels:
+                self.partners = ChannelPartners(self._channels, self._next_tag, self._arrival)
         except BaseException:
             self.close()
             raise
@@ -366,18 +367,6 @@ class Distributed(World):
 
         def send(sent: Iterable[Tensor]) -> list[Arrival]:
             return [begin_send(number, part) for number, part in enumerate(sent)]
-
-        return send
-
-    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
-        reductions = [Reduction(self._channels, self._next_tag(), share) for share in shares]
-
-        def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
-            arrivals = []
-            for reduction, sums_by_rank in zip(reductions, sums, strict=True):
-                reduction.send(sums_by_rank)
-                arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
-            return arrivals
 
         return send
 
