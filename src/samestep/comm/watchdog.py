@@ -201,7 +201,7 @@ class Watchdog(WorkerStatus):
         """Report a hang of the GPU while the program waits for it elsewhere, as in `.item()`."""
         if self._failure is not None or self.collective:
             return
-        if what := self.overdue(self._timeout_seconds):
+        if what := self.gpu_calls.overdue(self._timeout_seconds):
             self.collective = what
             diagnosis = self._diagnose()
             os.write(2, f"samestep: {diagnosis}\n".encode(errors="replace"))
@@ -270,7 +270,7 @@ class Watchdog(WorkerStatus):
     def _raise_alarm(self) -> None:
         self._alarmed = True
         # the program may wait for its GPU, which began to wait later than that of the reporter
-        self.collective = self.collective or self.overdue(0.0)
+        self.collective = self.collective or self.gpu_calls.overdue(0.0)
         self._write_at = self._publish_at = 0.0
         self._board.write_news({ALARM: True})
 
