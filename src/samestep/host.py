@@ -247,6 +247,31 @@ def read_file(path: str | Path) -> str | None:
         return None
 
 
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def kernel_id(*namespaces: str) -> str | None:
+    """Return text that is equal for processes of one running kernel, even in containers.
+
+    With `namespaces`, such as "pid", they are also in the same ones of these. None if unknown.
+    """
+    try:
+        links = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in namespaces]
+        return " ".join([BOOT_ID.read_text(encoding="ascii").strip(), *links])
+    except OSError:
+        return None
+
+
+def memory_id(first_rank: int) -> str | None:
+    """Return text that is equal for workers that can share memory, None if unknown.
+
+    They have the same kernel, namespaces, user, and first rank on their host, which is that of a
+    launch. Abstract sockets, process ids and user ids have the same meaning for all of them.
+    """
+    kernel = kernel_id("net", "pid", "user")
+    return None if kernel is None else f"{kernel} {os.geteuid()} {first_rank}"
+
+
 def available_bytes(read: Read = read_file) -> int | None:
     """Return the bytes available without swapping and within all limits, None if unknown."""
     kilobytes = parse_numbers(read("/proc/meminfo")).get("MemAvailable")

@@ -12,8 +12,8 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 import samestep as ss
+from samestep import host
 from samestep.cluster import find_process
-from samestep.comm import rendezvous
 from samestep.comm.connect import connect, find_worker
 from samestep.comm.rendezvous import locate
 from samestep.config import Config
@@ -76,7 +76,7 @@ def test_a_group_of_two_hosts_is_joined_by_a_new_group(model, monkeypatch, tmp_p
     def body():
         rank = own_rank()
         (tmp_path / f"boot-{rank // 2}").write_text(f"host {rank // 2}")
-        monkeypatch.setattr(rendezvous, "BOOT_ID", tmp_path / f"boot-{rank // 2}")
+        monkeypatch.setattr(host, "BOOT_ID", tmp_path / f"boot-{rank // 2}")
         method = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=3)
         process = locate(find_worker(os.environ), 60)
@@ -153,7 +153,7 @@ def test_without_local_variables_workers_find_out_who_is_on_their_host(monkeypat
         rank = int(os.environ["RANK"])
         del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
         (tmp_path / f"boot-{rank % 2}").write_text(f"host {rank % 2}")
-        monkeypatch.setattr(rendezvous, "BOOT_ID", tmp_path / f"boot-{rank % 2}")
+        monkeypatch.setattr(host, "BOOT_ID", tmp_path / f"boot-{rank % 2}")
         process = locate(find_process(os.environ), 60)
         connect(process, Config()).close()  # rank 0 serves the store until then
         return process.rank, process.local_rank, process.local_world_size

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.status import Heartbeat, list_workers, machine_name, report_hang
+from samestep.comm.status import Heartbeat, list_workers, report_hang
+from samestep.host import kernel_id
 
-HERE = machine_name()
+HERE = kernel_id("pid")
 WAITING = Heartbeat(
     0,
     "a",

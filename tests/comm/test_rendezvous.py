@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep import host as this_host
 from samestep.cluster import find_process
 from samestep.comm import rendezvous, store
 from samestep.comm.base import Alone
@@ -75,8 +76,8 @@ def test_workers_in_a_sandbox_that_refuses_a_system_call_are_hosts():
 def test_a_worker_on_another_kernel_is_another_host(monkeypatch, tmp_path):
     def body():
         if os.environ["RANK"] == "0":
-            monkeypatch.setattr(rendezvous, "BOOT_ID", tmp_path / "boot_id")
-            rendezvous.BOOT_ID.write_text("another")
+            monkeypatch.setattr(this_host, "BOOT_ID", tmp_path / "boot_id")
+            this_host.BOOT_ID.write_text("another")
         return connected()
 
     assert run_workers(body, 2) == [(Distributed, [[0], [1]])] * 2

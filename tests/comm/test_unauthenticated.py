@@ -20,8 +20,8 @@ import pytest
 from torch.distributed import TCPStore
 
 import samestep as ss
-from samestep import cluster
-from samestep.cluster import connect_to_master, find_process, listening_user
+from samestep.cluster import connect_to_master, find_process, network
+from samestep.cluster.network import listening_user
 from samestep.comm import distributed, rendezvous, store, watchdog
 from samestep.comm.connect import connect
 from samestep.comm.link import Link
@@ -279,7 +279,7 @@ def test_a_listener_of_another_user_is_refused(address, monkeypatch):
         assert listening_user("127.0.0.9", port) == (
             os.geteuid() if address in "0.0.0.0::" else None
         )
-        monkeypatch.setattr(cluster.os, "geteuid", lambda: 4321)
+        monkeypatch.setattr(network.os, "geteuid", lambda: 4321)
         variables = {
             "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": host, "MASTER_PORT": str(port),

@@ -389,7 +389,7 @@ def test_a_worker_that_exits_while_sums_are_awaited_is_an_error_within_seconds()
         total = torch.zeros(LARGE)
         received = {rank: [torch.zeros(LARGE)] for rank in others}
         totals = {rank: torch.zeros(LARGE) for rank in others}
-        begin = world.begin_sums([Share(received, lambda: None, total, totals)], "adding")
+        begin = world.partners.begin_sums([Share(received, lambda: None, total, totals)], "adding")
         world.barrier("starting")
         if world.rank == 2:
             os._exit(7)
@@ -497,14 +497,14 @@ def test_a_process_can_form_one_world_after_another(join):
         arrived.set()
         return home(process)
 
-    home = rendezvous._home
+    home = rendezvous.memory_id
 
     def body():
         world = join()
         world.barrier("starting")  # gloo: a worker may return before the others have connected
         if world.rank == 0:
             arrived.wait()
-        rendezvous._home = report_and_find
+        rendezvous.memory_id = report_and_find
         world.close()
         second = join()
         total = sum(second.all_gather_object(second.rank, "adding"))

@@ -130,7 +130,7 @@ def test_hang_of_nccl_is_reported(call, what, gpus):
 def read_late(run, model):
     run._world.barrier("meeting")
     if run.rank == 0:  # notices the hang first
-        run._world._enqueued_at -= 61
+        run._world.status.gpu_calls._enqueued_at -= 61
     model.weight.sum().item()  # waits for the device
 
 
@@ -158,11 +158,11 @@ def watched():
         for batch in run.batches([torch.ones(64)] * 4, 4, steps=1):
             run.backward(lambda model, batch: model(batch).square().mean(), model, batch)
             optimizer.step()
-            run._world._enqueued_at -= 61
+            run._world.status.gpu_calls._enqueued_at -= 61
             with ThreadPoolExecutor(1) as thread:
-                late = thread.submit(run._world.status.overdue, 60).result()
+                late = thread.submit(run._world.status.gpu_calls.overdue, 60).result()
                 torch.cuda.synchronize()
-                completed = thread.submit(run._world.status.overdue, 60).result()
+                completed = thread.submit(run._world.status.gpu_calls.overdue, 60).result()
         return late, completed, device.opened
 
 

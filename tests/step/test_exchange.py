@@ -155,7 +155,7 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
 
     def body(world):
         exchange_module.CHUNK_BYTES = most_bytes
-        assert world.adds_early
+        assert world.partners is not None
         return [exchanged(world, *arguments, across) for arguments in everything]
 
     expected = [expected_of(*arguments) for arguments in everything]
@@ -250,7 +250,8 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
     hosts = 3
 
     def body(world):
-        begin, begin_sums, underway = world.begin_all_to_all, world.begin_sums, []
+        begin, begin_sums = world.begin_all_to_all, world.partners.begin_sums
+        underway = []
 
         def watched(end):
             underway.append(end)
@@ -263,7 +264,7 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
             ]
 
         world.begin_all_to_all = lambda *arguments: watched(begin(*arguments))
-        world.begin_sums = watched_sums
+        world.partners.begin_sums = watched_sums
         exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across)
         totals = []
         for call in range(4):

@@ -242,24 +242,24 @@ def test_hosts_that_update_all_parameters_save_each_part_once(across):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "adds_early", "free", "expected"),
+    ("hosts", "partners", "free", "expected"),
     [
-        (2, False, 2000, "host"),
-        (2, False, 1999, "world"),
-        (2, False, None, "host"),
-        (3, False, 10**9, "world"),
-        (3, True, 10**9, "host"),
-        (3, True, 2000, "world"),
-        (1, False, 10**9, "world"),
+        (2, None, 2000, "host"),
+        (2, None, 1999, "world"),
+        (2, None, None, "host"),
+        (3, None, 10**9, "world"),
+        (3, "partners", 10**9, "host"),
+        (3, "partners", 2000, "world"),
+        (1, None, 10**9, "world"),
     ],
 )
-def test_hosts_update_all_parameters_where_that_pays_and_fits(hosts, adds_early, free, expected):
+def test_hosts_update_all_parameters_where_that_pays_and_fits(hosts, partners, free, expected):
     class World:
         def all_gather_json(self, value, what):
             return [10**9, free]
 
     world = World()
-    world.adds_early = adds_early
+    world.partners = partners
     world.hosts = [range(2 * host, 2 * host + 2) for host in range(hosts)]
     parameters = [torch.nn.Parameter(torch.zeros(250))]  # 1000 bytes, with 2000 of Adam's state
     assert choose_across(parameters, world) == expected

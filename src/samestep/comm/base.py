@@ -12,7 +12,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,19 @@ Send = Callable[[Iterable[Tensor]], list[Arrival]]
 SendSums = Callable[[Iterable[Mapping[int, Sequence[Tensor]]]], list[Arrival]]
 
 
+class Partners(Protocol):
+    """The workers in the same place on other hosts, over connections of their own."""
+
+    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
+        """Begin to add up 1-D CPU tensors with the partners, which make the same call.
+
+        Returns a call that takes, for each tensor, this worker's sums of each partner's share, by
+        rank, and begins to send them. They must stay as they are until the tensor is complete, but
+        may be the memory of `totals`. That call returns what completes each tensor. Another thread
+        may call a share's `add`, as soon as all sums are there.
+        """
+
+
 class World(ABC):
     """The workers of a run and how they communicate; this worker is `rank` of `size`.
 
@@ -66,7 +79,9 @@ class World(ABC):
     Calls raise `WorldError` if a worker has exited or times out. `backend` names what carries
     gradients. `abandoned` is set once this worker has failed: the others may not have failed, so
     no orderly shutdown is possible. `is_exchanging`: a backward pass has begun to send gradients,
-    and has not ended. `adds_early`: `begin_sums` works.
+    and has not ended. `partners` add up sums while they arrive, None if this world has none.
+
+    README.md in this folder lists the methods, and the worlds that implement each.
 
     samestep's own messages are JSON and tensors. Only users' objects are pickled; with a
     `signing_key`, each is signed by its sender and verified before it is unpickled.
@@ -83,7 +98,7 @@ class World(ABC):
     backend: str = "none"
     abandoned: bool = False
     is_exchanging: bool = False
-    adds_early: bool = False
+    partners: Partners | None = None
 
     def abandon(self) -> None:
         """Record that this worker has failed."""
@@ -166,17 +181,6 @@ class World(ABC):
             ]
 
         return send
-
-    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
-        """Begin to add up 1-D CPU tensors with the partners, if this world `adds_early`.
-
-        The partners are the workers in the same place on other hosts, and make the same call.
-        Returns a call that takes, for each tensor, this worker's sums of each partner's share, by
-        rank, and begins to send them. They must stay as they are until the tensor is complete, but
-        may be the memory of `totals`. That call returns what completes each tensor. Another thread
-        may call a share's `add`, as soon as all sums are there.
-        """
-        raise NotImplementedError
 
     def begin_transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], what: str

@@ -12,9 +12,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import product
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import Any, Final
@@ -23,13 +24,17 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from samestep.comm.base import Share
+from samestep.comm.base import Arrival, SendSums, Share
+from samestep.comm.link import to_bytes, to_text
 from samestep.host import SLICE_SECONDS, RunningClock
 
+Offer = tuple[str, int, str]  # address, port, and secret
 Key = tuple[int, int]  # the number of a transfer, and of the tensor in it
 
 SECRET_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send the secret
+CONNECTIONS: Final = 2  # of a channel
+LEAST_SECONDS: Final = 0.01  # 0 would mean not to wait at all
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
 NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 _LABEL: Final = struct.Struct("<II")
@@ -51,6 +56,11 @@ class Listener:
         self._socket = socket.create_server((address, 0), family=family)
         self.address, self.port = address, int(self._socket.getsockname()[1])
         self.secret = os.urandom(SECRET_BYTES)
+
+    @property
+    def offer(self) -> Offer:
+        """What others need to connect: JSON."""
+        return self.address, self.port, to_text(self.secret)
 
     def __enter__(self) -> Self:
         return self
@@ -92,6 +102,41 @@ def connect(
         connection.close()
         raise
     return connection
+
+
+def connect_partners(
+    rank: int,
+    partners: Sequence[int],
+    offers: Sequence[Offer],
+    listener: Listener | None,
+    seconds: float,
+) -> dict[int, Channel]:
+    """Return worker `rank`'s channel to each partner: it connects to lower ranks, which listen.
+
+    `offers` are those of the workers' listeners, by rank. Raises `OSError`.
+    """
+    deadline = time.monotonic() + seconds
+
+    def remaining() -> float:
+        return max(deadline - time.monotonic(), LEAST_SECONDS)
+
+    connections: dict[tuple[int, int], socket.socket] = {}  # by partner and number
+    with ExitStack() as unused:
+        for partner, number in product(partners, range(CONNECTIONS)):
+            if partner < rank:
+                address, port, secret = offers[partner]
+                label = rank, number
+                connection = connect(address, port, to_bytes(secret), label, remaining())
+                connections[partner, number] = unused.enter_context(connection)
+        while listener is not None and len(connections) < CONNECTIONS * len(partners):
+            connection, label = listener.accept(remaining())
+            connections[label] = unused.enter_context(connection)
+        channels = {
+            partner: Channel(connections[partner, 0], connections[partner, 1])
+            for partner in partners
+        }
+        unused.pop_all()  # channels close them from now on
+    return channels
 
 
 @dataclass(eq=False)
@@ -323,6 +368,35 @@ class Reduction:
         since = time.monotonic()  # a channel may have been idle while another worker was awaited
         for channel, transfer in [*self._arriving, *self._sending]:
             channel.wait(transfer, seconds, since)
+
+
+class ChannelPartners:
+    """Partners with a channel to each, by rank.
+
+    `next_number` returns the number of a transfer, the same on all workers. `arrival` explains the
+    errors of waiting for one.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        next_number: Callable[[], int],
+        arrival: Callable[[Callable[[float], None], Callable[[], bool], str], Arrival],
+    ) -> None:
+        self._channels, self._next_number, self._arrival = channels, next_number, arrival
+
+    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
+        """Do what `Partners.begin_sums` says, with a `Reduction` for each tensor."""
+        reductions = [Reduction(self._channels, self._next_number(), share) for share in shares]
+
+        def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
+            arrivals = []
+            for reduction, sums_by_rank in zip(reductions, sums, strict=True):
+                reduction.send(sums_by_rank)
+                arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
+            return arrivals
+
+        return send
 
 
 def _are_done(transfers: Sequence[tuple[Channel, Transfer]]) -> bool:

@@ -6,29 +6,24 @@ their place on each other host.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from samestep.cluster import gloo_address
-from samestep.comm.base import EMPTY, Arrival, Send, SendSums, Share, Sizes, World
-from samestep.comm.channel import Channel, Listener, Reduction, connect
-from samestep.comm.link import to_bytes, to_text
+from samestep.comm.base import EMPTY, Arrival, Send, Sizes, World
+from samestep.comm.channel import Channel, ChannelPartners, Listener, connect_partners
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
 from samestep.comm.store import destroy_group, within
-from samestep.host import RunningClock
 
 # A row is a message to all other workers: the length of its data, `what`, and the data.
 LENGTH_BYTES = 8
@@ -44,15 +39,12 @@ TAGS = 1 << 20  # number of tags that transfers use in turn, from 1: rows have t
 GLOO_FEW_REQUESTS = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 # with more, a worker would have too many connections and threads: two of each per partner
 MOST_HOSTS = 64
-CONNECTIONS = 2  # of a channel
-LEAST_SECONDS = 0.01  # 0 would mean not to wait at all
 MESSAGE_BYTES = 16 << 10  # that two workers can send each other at once without a reader
 SLACK_SECONDS = 1.0  # time after the backend's own timeout, if the store does not respond
 LATE = 0.95  # fraction of the timeout after which an error counts as a timeout
 KEPT_GROUPS: list[object] = []  # user-created groups kept alive until exit
 # NCCL ends the process without a report when a call exceeds its own limit: after ours, in seconds
 NCCL_EXTRA_SECONDS = 120.0
-POLL_SECONDS = 1e-4  # time between checks of a GPU
 # renamed in torch 2.13
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -77,11 +69,6 @@ class Distributed(World):
         self._timeout_seconds = rendezvous.timeout_seconds
         self.backend = "NCCL" if cuda else "gloo"
         self._cuda = cuda
-        self._enqueued = ""  # the last call that the GPU may not have completed
-        self._enqueued_at = 0.0
-        self._event: torch.cuda.Event | None = None  # after it
-        self._calls = 0  # that GPUs were given
-        self._completed: Tensor | None = None  # how many of them the GPU has completed, int64 [1]
         for name in GLOO_FEW_REQUESTS:
             os.environ.setdefault(name, "1")
         self._group: dist.ProcessGroup | None = None  # the default group
@@ -107,13 +94,13 @@ class Distributed(World):
         # others should notice when this worker leaves
         KEPT_GROUPS[:] = [group for group in KEPT_GROUPS if group is not own_group]
         if cuda:
-            self.status.overdue = self._overdue
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
             group = self._group or dist.distributed_c10d._get_default_group()  # noqa: SLF001  no public setter
             group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
         try:
             self._channels = self._open_channels()
-            self.adds_early = bool(self._channels)
+            if self._channels:
+                self.partners = ChannelPartners(self._channels, self._next_tag, self._arrival)
         except BaseException:
             self.close()
             raise
@@ -128,37 +115,19 @@ class Distributed(World):
             return {}
         partners = [host[self.rank - self.host.start] for host in self.hosts if host != self.host]
         with ExitStack() as exits:
-            offer = None
+            offer = listener = None
             last = self.hosts[-1].start  # from here on, workers only connect to others
             if self.rank < last:
                 with suppress(OSError):
                     listener = exits.enter_context(Listener(gloo_address()))
-                    offer = [listener.address, listener.port, to_text(listener.secret)]
+                    offer = listener.offer
             offers = self.all_gather_json(offer, FORMING)
             if None in offers[:last]:
                 return {}
-            deadline = time.monotonic() + self._timeout_seconds
-
-            def remaining() -> float:
-                return max(deadline - time.monotonic(), LEAST_SECONDS)
-
-            connections: dict[tuple[int, int], socket.socket] = {}  # by partner and number
-            with self._waiting(FORMING), ExitStack() as unused:
-                for partner, number in product(partners, range(CONNECTIONS)):
-                    if partner < self.rank:
-                        address, port, secret = offers[partner]
-                        label = self.rank, number
-                        connection = connect(address, port, to_bytes(secret), label, remaining())
-                        connections[partner, number] = unused.enter_context(connection)
-                while len(connections) < CONNECTIONS * len(partners):
-                    connection, label = listener.accept(remaining())
-                    connections[label] = unused.enter_context(connection)
-                channels = {
-                    partner: Channel(connections[partner, 0], connections[partner, 1])
-                    for partner in partners
-                }
-                unused.pop_all()  # channels close them from now on
-            return channels
+            with self._waiting(FORMING):
+                return connect_partners(
+                    self.rank, partners, offers, listener, self._timeout_seconds
+                )
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -370,18 +339,6 @@ class Distributed(World):
 
         return send
 
-    def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
-        reductions = [Reduction(self._channels, self._next_tag(), share) for share in shares]
-
-        def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
-            arrivals = []
-            for reduction, sums_by_rank in zip(reductions, sums, strict=True):
-                reduction.send(sums_by_rank)
-                arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
-            return arrivals
-
-        return send
-
     def _arrival(
         self, wait: Callable[[float], None], is_there: Callable[[], bool], what: str
     ) -> Arrival:
@@ -412,46 +369,16 @@ class Distributed(World):
                 if kept.is_cuda:
                     kept.record_stream(torch.cuda.current_stream(kept.device))
                     if polled:
-                        self._note(what, kept.device)
+                        self.status.gpu_calls.note(what, kept.device)
             del kept
 
         return end
 
-    def _note(self, what: str, device: torch.device) -> None:
-        """Remember a call that only the GPU waits for: it returned at once."""
-        # the time first: the watchdog may read it at any moment
-        self._enqueued_at, self._enqueued = time.monotonic(), what
-        self._calls += 1
-        if self._event is None or self._completed is None:
-            self._event = torch.cuda.Event()
-            self._completed = torch.zeros(1, dtype=torch.int64).pin_memory()
-        self._event.record(torch.cuda.current_stream(device))
-        calls = torch.full_like(self._completed, self._calls, device=device)
-        self._completed.copy_(calls, non_blocking=True)
-
     def wait_for_gpu(self) -> None:
-        if not self._enqueued or self._event is None:
-            return
-        with self._waiting(self._enqueued):
-            clock = RunningClock()
-            deadline = clock.now() + self._timeout_seconds
-            while not self._event.query():
-                if clock.now() > deadline:
-                    raise TimeoutError("the GPU did not complete the call")
-                time.sleep(POLL_SECONDS)
-        self._enqueued = ""
-
-    def _overdue(self, seconds: float) -> str:
-        """Return the call that the GPU has not completed in `seconds`, "" if there is none.
-
-        The watchdog calls this, because the program may wait for the GPU anywhere. A CUDA call in
-        its thread could wait as well, and would take memory on the first GPU.
-        """
-        what, completed = self._enqueued, self._completed
-        late = time.monotonic() - self._enqueued_at > seconds
-        if not what or not late or completed is None:
-            return ""
-        return what if ctypes.c_int64.from_address(completed.data_ptr()).value < self._calls else ""
+        calls = self.status.gpu_calls
+        if calls.last:
+            with self._waiting(calls.last):
+                calls.wait(self._timeout_seconds)
 
     def _transfer(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
@@ -507,7 +434,7 @@ class Distributed(World):
             data = tensor.view(-1).view(torch.uint8) if tensor.is_cuda else tensor
             dist.broadcast(data, src=0, group=self._group)
             if tensor.is_cuda:
-                self._note(what, tensor.device)
+                self.status.gpu_calls.note(what, tensor.device)
 
     def barrier(self, what: str) -> None:
         self.all_gather_bytes(b"", what)

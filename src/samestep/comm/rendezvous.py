@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count, groupby
-from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
@@ -26,11 +25,8 @@ from samestep.comm.store import PAUSE_SECONDS, StoreClient, open_store
 from samestep.comm.watchdog import OnStall, Watchdog
 from samestep.config import TOKEN
 from samestep.errors import ConfigError, WorldError
-from samestep.host import missing_system_calls, peer_credentials
+from samestep.host import kernel_id, memory_id, missing_system_calls, peer_credentials
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# in which abstract sockets, process ids and user ids have the same meaning
-NAMESPACES = ("net", "pid", "user")
 # of the timeout, in which all must arrive: workers are started at the same time
 START_SHARE: Final = 0.25
 MIN_START_SECONDS: Final = 30.0  # unless that is more than the timeout
@@ -194,7 +190,7 @@ def rendezvous(
     """
     rank, size = process.rank, process.world_size
     seconds = _start_seconds(timeout_seconds)
-    home = _home(process)
+    home = memory_id(process.rank - process.local_rank)
     shares = share and home is not None and not missing_system_calls()
     with _explained(rank):
         store, client = open_store(process, f"samestep/{next(_worlds_formed)}", seconds)
@@ -244,7 +240,7 @@ def locate(process: ProcessInfo, timeout_seconds: float) -> ProcessInfo:
     """
     if process.knows_host:
         return process
-    host = " ".join([socket.gethostname(), *_kernel("net")])
+    host = f"{socket.gethostname()} {kernel_id('net')}"
     own_info = PeerInfo(socket.gethostname(), os.getpid(), host, None, os.urandom(16).hex())
     seconds = _start_seconds(timeout_seconds)
     with _explained(process.rank):
@@ -400,26 +396,6 @@ def _foreign_store(description: str) -> WorldError:
     return WorldError(
         f"{description}; another program uses MASTER_ADDR and MASTER_PORT: choose an unused port"
     )
-
-
-def _home(process: ProcessInfo) -> str | None:
-    """Return text that is equal for workers of one host, None if unknown.
-
-    They have the same kernel, namespaces, user, and first rank on their host, and share memory if
-    the system and this Python have the system calls for it, and do not refuse them.
-    """
-    kernel = _kernel(*NAMESPACES)
-    first_rank = process.rank - process.local_rank
-    return " ".join([*kernel, str(os.geteuid()), str(first_rank)]) if kernel else None
-
-
-def _kernel(*namespaces: str) -> list[str]:
-    """Return what identifies this kernel and these of its namespaces, [] if unknown."""
-    try:
-        links = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in namespaces]
-        return [BOOT_ID.read_text().strip(), *links]
-    except OSError:
-        return []
 
 
 def _hosts(homes: Sequence[str | None]) -> list[range]:

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from samestep.comm.base import Sizes, World
 from samestep.comm.mesh import MESSAGE_BYTES, Mesh
-from samestep.comm.rendezvous import BOOT_ID, NAMESPACES, Rendezvous
+from samestep.comm.rendezvous import Rendezvous
 from samestep.errors import WorldError
-from samestep.host import available_bytes, set_size
+from samestep.host import available_bytes, memory_id, set_size
 
 Bytes = NDArray[np.uint8]
 Range = tuple[int, int]
@@ -76,7 +75,8 @@ def share_files(
         own_entry: Any = None  # the host, this process and its files; None shares nothing
         try:
             files = _empty_files(sizes, exits)
-            own_entry = [_home(world), os.getpid(), [_identity(file) for file in files]]
+            if (home := memory_id((world.local_ranks or world.host).start)) is not None:
+                own_entry = [home, os.getpid(), [_identity(file) for file in files]]
         except (AttributeError, OSError):  # this system or Python lacks it, or refuses it
             pass
         entries = world.all_gather_json(own_entry, what)
@@ -102,13 +102,6 @@ def share_files(
             )
         ]
         yield divided, files if ranks in divided and len(ranks) > 1 else []
-
-
-def _home(world: World) -> str:
-    """Return text that is equal for workers that can open each other's files."""
-    first = (world.local_ranks or world.host).start
-    namespaces = [str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES]
-    return " ".join([BOOT_ID.read_text().strip(), *namespaces, str(os.geteuid()), str(first)])
 
 
 def _empty_files(sizes: Sequence[int], exits: ExitStack) -> list[int]:

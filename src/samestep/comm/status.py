@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from samestep.errors import WorldError
+from samestep.host import RunningClock
 
 FORMING: Final = "forming the world"
+POLL_SECONDS: Final = 1e-4  # between checks of a GPU
+
+
+class GpuCalls:
+    """Calls that returned at once, since only this worker's GPU waits for them.
+
+    `last` is the newest one that it may not have completed, "" if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+        self._enqueued_at = 0.0
+        self._event: torch.cuda.Event | None = None  # after it
+        self._calls = 0  # that GPUs were given
+        self._completed: Tensor | None = None  # how many of them the GPU has completed, int64 [1]
+
+    def note(self, what: str, device: torch.device) -> None:
+        """Remember a call that was just queued on a GPU."""
+        # the time first: the watchdog may read it at any moment
+        self._enqueued_at, self.last = time.monotonic(), what
+        self._calls += 1
+        if self._event is None or self._completed is None:
+            self._event = torch.cuda.Event()
+            self._completed = torch.zeros(1, dtype=torch.int64).pin_memory()
+        self._event.record(torch.cuda.current_stream(device))
+        calls = torch.full_like(self._completed, self._calls, device=device)
+        self._completed.copy_(calls, non_blocking=True)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the last call. Raises `TimeoutError`, or the GPU's own error."""
+        clock = RunningClock()
+        deadline = clock.now() + seconds
+        while self._event is not None and not self._event.query():
+            if clock.now() > deadline:
+                raise TimeoutError("the GPU did not complete the call")
+            time.sleep(POLL_SECONDS)
+        self.last = ""
+
+    def overdue(self, seconds: float) -> str:
+        """Return the call that the GPU has not completed in `seconds`, "" if there is none.
+
+        The watchdog calls this, because the program may wait for the GPU anywhere. A CUDA call in
+        its thread could wait as well, and would take memory on the first GPU.
+        """
+        what, completed = self.last, self._completed
+        late = time.monotonic() - self._enqueued_at > seconds
+        if not what or not late or completed is None:
+            return ""
+        return what if ctypes.c_int64.from_address(completed.data_ptr()).value < self._calls else ""
 
 
 class WorkerStatus:
@@ -34,8 +84,7 @@ class WorkerStatus:
         self.collective = ""
         self.since = time.monotonic()
         self.waited = 0.0  # seconds, in all calls so far
-        # the call that this worker's GPU has not completed within some seconds, "" if there is none
-        self.overdue: Callable[[float], str] = lambda _: ""
+        self.gpu_calls = GpuCalls()
 
     def set_step(self, step: int) -> None:
         """Record the current step."""
@@ -107,22 +156,6 @@ def process_state(pid: int) -> str:
     if state in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}:
         return "stopped"
     return "exited" if state in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else "running"
-
-
-def host_name() -> str:
-    """Return a name that is equal for processes of one running kernel, even in containers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
-
-
-def machine_name() -> str:
-    """Return a name that is equal for workers that see each other's processes."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return os.urandom(8).hex()
 
 
 MAX_LISTED: Final = 8  # missing workers

@@ -33,13 +33,12 @@ from samestep.comm.status import (
     Heartbeat,
     WorkerStatus,
     describe_stall,
-    machine_name,
     no_response,
     report_hang,
 )
 from samestep.comm.store import StoreClient
 from samestep.errors import HangError, WorldError
-from samestep.host import RunningClock
+from samestep.host import RunningClock, kernel_id
 
 Value = TypeVar("Value")
 OnStall = Callable[[str | None], object]
@@ -106,7 +105,7 @@ class Watchdog(WorkerStatus):
         self._stall_reported = False  # by this worker, and it goes on
         # Only the thread waits for a store whose process is stopped; it may continue later.
         client.seconds = None
-        self._machine = machine_name()
+        self._machine = kernel_id("pid") or os.urandom(8).hex()
         self._main = threading.get_ident()
         self._alarmed = self._stuck = self._finished = False
         self._failure: str | None = None
@@ -211,7 +210,7 @@ class Watchdog(WorkerStatus):
         if self._failure is not None or self.collective:
             return
         is_new = time.monotonic() - self._clock.resumed_at < self._timeout_seconds
-        if not is_new and (what := self.overdue(self._timeout_seconds)):
+        if not is_new and (what := self.gpu_calls.overdue(self._timeout_seconds)):
             self.collective = what
             diagnosis = self._diagnose()
             os.write(2, f"samestep: {diagnosis}\n".encode(errors="replace"))
@@ -281,7 +280,7 @@ class Watchdog(WorkerStatus):
     def _raise_alarm(self) -> None:
         self._alarmed = True
         # the program may wait for its GPU, which began to wait later than that of the reporter
-        self.collective = self.collective or self.overdue(0.0)
+        self.collective = self.collective or self.gpu_calls.overdue(0.0)
         self._write_at = self._publish_at = 0.0
         self._board.write_news({ALARM: True})
 

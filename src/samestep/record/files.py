@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.handoff import LauncherState
+from samestep.host import kernel_id
 from samestep.record.events import cannot_begin
 from samestep.storage import write_atomically
 
@@ -86,12 +87,14 @@ class DirectoryLock:
                 raise self._refusal(self._holder())
             time.sleep(EXIT_SECONDS / 20)
         holder = self._holder()
-        if holder and not (locked and holder.get("boot") == boot()):
+        # this host's running kernel, which knows all locks of its processes
+        boot = kernel_id()
+        if holder and not (locked and boot is not None and holder.get("boot") == boot):
             self._wait_for_heartbeat(holder)
         this_process = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "boot": boot(),
+            "boot": boot,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         os.ftruncate(self._file, 0)
@@ -189,11 +192,6 @@ def is_locked_by(directory: Path, text: str, timeout: float) -> bool:
             return False
         time.sleep(SHARE_SECONDS / 1000)
     return True
-
-
-def boot() -> str:
-    """Return an ID of this host's running kernel, which knows all locks of its processes."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 class LocalFiles:

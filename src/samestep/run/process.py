@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,11 +24,11 @@ import numpy as np
 import torch
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.status import WorkerStatus, host_name
+from samestep.comm.status import WorkerStatus
 from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments
-from samestep.host import YELLOW, colored
+from samestep.host import YELLOW, colored, kernel_id
 from samestep.record import Record
 from samestep.record.events import samestep_version
 
@@ -160,7 +161,7 @@ def gpu_names(devices: list[torch.device]) -> list[str]:
             )
             address = ":".join(map(str, parts)).strip(":")
             address = address or getattr(properties, "uuid", f"index {device.index}")
-            names.append(f"{host_name()} {address}")
+            names.append(f"{kernel_id() or socket.gethostname()} {address}")
     return names
 
 

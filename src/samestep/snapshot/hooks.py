@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,7 +33,7 @@ from samestep.storage import StorageError
 CLOSE_SECONDS: Final = 2.0
 
 
-class Hook:
+class Hook(ABC):
     """A thread that runs a pass after commits; a pass handles its own errors.
 
     All requests during a pass cause one more pass.
@@ -63,8 +64,8 @@ class Hook:
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
 
-    def _make_pass(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_pass(self) -> None: ...
 
     def _run(self) -> None:
         while True:

@@ -159,7 +159,7 @@ class Exchange:
 
     A worker holds the sums of its own slice, and across "host" those of its partners' as well, so
     that the workers of each host hold all slices. That needs CPUs, the same number of workers on
-    every host, and a world that `adds_early` unless two hosts swap; otherwise workers hold their
+    every host, and a world that has `partners` unless two hosts swap; otherwise workers hold their
     own slices. `held` numbers them in flat storage.
 
     Call `put`, wait for all workers, then call `sum`, and `gather` for the complete gradients. The
@@ -192,7 +192,7 @@ class Exchange:
         # Two hosts can swap their only sums in any world; otherwise, shares need direct connections
         # between partners. Without these, and on GPUs, only the owner of a slice sums it.
         is_pair = route.is_uniform and sums == [1, 1]
-        is_early = is_cpu and (is_pair or world.adds_early)
+        is_early = is_cpu and (is_pair or world.partners is not None)
         self.across: Across = across if is_early else "world"
         self.swaps = is_pair and self.across == "host"
         self.held = self._held_by(world.rank)
@@ -452,7 +452,9 @@ class Exchange:
 
     def _begin_sums(self) -> SendParts:
         rank, root = self.world.rank, (0, self._lanes)
-        send = self.world.begin_sums(self._shares, "exchanging gradients")
+        partners = self.world.partners
+        assert partners is not None  # noqa: S101  shares need them
+        send = partners.begin_sums(self._shares, "exchanging gradients")
 
         def divided(sums: Sequence[Iterable[Tensor]]) -> Iterator[dict[int, list[Tensor]]]:
             # `sums` has views [host_spans, parts]; this goes from part to part

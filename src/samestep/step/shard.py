@@ -592,7 +592,7 @@ def choose_across(parameters: Parameters, world: World) -> Across:
     fits = more <= SHARE_OF_MEMORY * min(
         (nbytes for nbytes in free if nbytes is not None), default=more
     )
-    return "host" if fits and (hosts == 2 or world.adds_early) else "world"
+    return "host" if fits and (hosts == 2 or world.partners is not None) else "world"
 
 
 def _extent(parameter: Tensor) -> tuple[int, int]:
