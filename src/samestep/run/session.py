@@ -131,7 +131,7 @@ class Session:
         self.lanes = LaneEngine(world, config, lanes, self.devices)
         self._exits.callback(self.lanes.close)
         # of all optimizers, tracked or not
-        hook = register_optimizer_step_pre_hook(self.lanes.before_optimizer_step)
+        hook = register_optimizer_step_pre_hook(self.lanes.optimizers.before_step)
         self._exits.callback(hook.remove)
         workers = self._gather_workers()
         environment = workers[0]["environment"]
