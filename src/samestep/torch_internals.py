@@ -45,27 +45,23 @@ def without_storage(kind: type[Subclass], like: Tensor) -> Subclass:
 
     `_make_wrapper_subclass` gives it no memory; other constructors allocate some.
     """
-    make = Tensor._make_wrapper_subclass  # noqa: SLF001
-    wrapper: Subclass = make(kind, like.shape, dtype=like.dtype, device=like.device)
-    return wrapper
+    return Tensor._make_wrapper_subclass(  # noqa: SLF001
+        kind, like.shape, dtype=like.dtype, device=like.device
+    )
 
 
 def parameters_in(module: Module) -> dict[str, Parameter | None]:
-    """Return the dict in which a module keeps its own parameters.
-
-    A caller can look up and replace entries in the dict, without a walk through the module, and
-    without its `__getattr__` and `__setattr__`. The same is true of the next two.
-    """
+    """Return a module's dict of its own parameters, for fast lookups and replacements."""
     return module._parameters  # noqa: SLF001
 
 
 def buffers_in(module: Module) -> dict[str, Tensor | None]:
-    """Return the dict in which a module keeps its own buffers."""
+    """Return a module's dict of its own buffers."""
     return module._buffers  # noqa: SLF001
 
 
 def submodules_in(module: Module) -> dict[str, Module | None]:
-    """Return the dict of a module's children; `named_children` skips a second occurrence."""
+    """Return a module's dict of its children; `named_children` skips a second occurrence."""
     return module._modules  # noqa: SLF001
 
 
@@ -120,10 +116,7 @@ def before_reentrant_checkpoints(check: Callable[[Sequence[Any]], object]) -> It
 
 
 class GradScalerHooks(torch.amp.GradScaler):
-    """A GradScaler with methods around the search for infinite gradients.
-
-    Its public methods search, decide and update without a step between them.
-    """
+    """A GradScaler whose search for infinite gradients can be extended, which is not public."""
 
     def before_unscale(self, optimizer: Optimizer) -> None:
         """Prepare the gradients of an optimizer."""
@@ -155,19 +148,13 @@ def step_pre_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
-    """Return the optimizer's `step` without what torch has wrapped around it, None if it has not.
-
-    To update some of the parameters early, the hooks, which belong to the whole step, must not run.
-    """
-    update: Callable[[Optimizer], object] | None
-    update = getattr(type(optimizer).step, "__wrapped__", None)
-    return update
+    """Return the optimizer's `step` without hooks, to update some parameters before the others."""
+    return getattr(type(optimizer).step, "__wrapped__", None)
 
 
-def loader_processes(batches: Any) -> Sequence[Any]:
+def loader_processes(batches: object) -> Sequence[Any]:
     """Return the processes of a DataLoader's iterator, none without workers."""
-    processes: Sequence[Any] = getattr(batches, "_workers", ())
-    return processes
+    return getattr(batches, "_workers", ())
 
 
 def end_loader_processes(batches: Any) -> None:
@@ -176,9 +163,9 @@ def end_loader_processes(batches: Any) -> None:
 
 
 def is_forked_after_cuda() -> bool:
-    """Return whether this process was forked from one that had asked CUDA for GPUs.
+    """Return whether a fork after a call of CUDA keeps this process from using GPUs.
 
-    If so, it cannot use them, and public functions only report that there are none.
+    Public functions then only report that there are none.
     """
     return torch.cuda._is_in_bad_fork()  # noqa: SLF001
 
@@ -196,7 +183,7 @@ def default_store() -> Any:
 
 
 def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> None:
-    """Set the timeout of a process group's backend for a type of device, after it was made."""
+    """Set the timeout of an existing process group for one type of device."""
     group._get_backend(device)._set_default_timeout(timeout)  # noqa: SLF001
 
 
