@@ -34,15 +34,14 @@ from benchmarks.turns import samestep
 from samestep.config import Config
 from samestep.data.agreement import SHARE, DataCheck, digest
 from samestep.run.divergence import DivergenceCheck
-from samestep.step.gradients import GradientSeal, ManualGradients
-from samestep.step.lane_engine import LaneEngine
+from samestep.step.guards import GradientSeal, ManualGradients, OptimizerGuard
 
 WORKERS: Final = 2
 EVERY: Final = Config.check_every or 0  # steps between two comparisons of the workers
 EVERY_STEP: Final[dict[str, list[tuple[Any, str]]]] = {
     "gradients": [
         (ManualGradients, "forget_cleared"),
-        (LaneEngine, "before_optimizer_step"),
+        (OptimizerGuard, "before_step"),
         (GradientSeal, "check"),
         (GradientSeal, "seal"),
     ],

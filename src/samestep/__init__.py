@@ -26,14 +26,13 @@ from samestep.launch import launch
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
     from samestep.data.shards import ShardedDataset, ShardOrder, ShardStream
-    from samestep.metrics import Metric, check_metric
+    from samestep.metrics import Means, Metric, check_metric
     from samestep.run import Run, init
     from samestep.snapshot.dcp import read_dcp
     from samestep.snapshot.read import read_snapshot
-    from samestep.step import Means
 
 _LAZY = {
-    "Means": "samestep.step",
+    "Means": "samestep.metrics",
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",

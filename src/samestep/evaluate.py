@@ -22,10 +22,9 @@ from samestep.data.batch import Incomplete, begin_to_host, samples_in
 from samestep.data.loader import Request, compared, load, load_again, size_of
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
-from samestep.metrics import Metric, as_metric, merged_values, unique
-from samestep.step import LaneResult, Means
+from samestep.metrics import Means, Metric, as_metric, merged_values, unique
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import Count, LossFn, read_together
+from samestep.step.lane_pass import Count, LaneResult, LossFn, read_together
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.

@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "samestep"
-MAY_USE_DISTRIBUTED = {"comm", "launch"}
+MAY_USE_DISTRIBUTED = {"comm", "launch", "torch_internals.py"}
 # It writes the files of torch.distributed.checkpoint, alone (no_dist), and uses nothing else.
 CHECKPOINTS = "snapshot/dcp.py"
 OTHERS = [

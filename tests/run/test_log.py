@@ -7,8 +7,9 @@ import torch
 
 import samestep as ss
 from samestep.errors import RecordError
+from samestep.metrics import Means
 from samestep.run.mixins import scalars_of
-from samestep.step import LaneResult, Means
+from samestep.step.lane_pass import LaneResult
 from tests.jobs import Net, classify, images
 from tests.jobs import events as events_in
 

@@ -397,7 +397,7 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
         ]
         optimizer = optim.AdamW(groups, lr=0.1, fused=True)
         if world.size > 1:
-            shard = Shard(optimizer, 2, world, None, "host", lanes.places())
+            shard = Shard(optimizer, 2, world, None, "host", lanes.models.places())
             lanes.shards.append(shard)
             assert [len(buffer.exchange.parameters) for buffer in shard.flat_buffers] == [2, 4, 2]
         order = []
@@ -442,7 +442,8 @@ def updated(world, kind, options, exchange_dtype):
     groups = [{"params": [layer.weight]} for layer in model]
     optimizer = kind(groups, **options)
     if world.size > 1:
-        lanes.shards.append(Shard(optimizer, 4, world, lanes.round_to, "host", lanes.places()))
+        places = lanes.models.places()
+        lanes.shards.append(Shard(optimizer, 4, world, lanes.round_to, "host", places))
     first, *_ = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if kind is optim.SGD and "momentum" in options:  # as some versions of torch save it
         optimizer.state[first]["momentum_buffer"] = None
@@ -528,7 +529,7 @@ def with_sharded_layer(world, widths=(1,)):
     lanes.add(model)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     if world.size > 1:
-        lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.places()))
+        lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.models.places()))
     return lanes, model, optimizer
 
 

@@ -24,6 +24,7 @@ from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import share
 from samestep.comm.status import FORMING, mismatched_calls, no_response
 from samestep.comm.store import destroy_group, within
+from samestep.torch_internals import set_group_timeout
 
 # A row is a message to all other workers: the length of its data, `what`, and the data.
 LENGTH_BYTES = 8
@@ -95,8 +96,7 @@ class Distributed(World):
         KEPT_GROUPS[:] = [group for group in KEPT_GROUPS if group is not own_group]
         if cuda:
             limit = timedelta(seconds=self._timeout_seconds + NCCL_EXTRA_SECONDS)
-            group = self._group or dist.distributed_c10d._get_default_group()  # noqa: SLF001  no public setter
-            group._get_backend(torch.device("cuda"))._set_default_timeout(limit)  # noqa: SLF001
+            set_group_timeout(own_group, torch.device("cuda"), limit)
         try:
             self._channels = self._open_channels()
             if self._channels:

@@ -23,13 +23,13 @@ from multiprocessing.connection import wait
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from samestep.cluster import ProcessInfo, connect_to_master, listen_at_master
 from samestep.comm.status import list_workers
 from samestep.comm.token_store import STORE, TokenStore, join_store
 from samestep.config import TOKEN
+from samestep.torch_internals import default_store
 
 Value = TypeVar("Value")
 
@@ -275,7 +275,7 @@ def within(seconds: float | None, function: Callable[..., Value], *arguments: An
 
 def group_store() -> tuple[Store, Any]:
     """Return the store of torch.distributed's default group, and the one inside of its prefixes."""
-    store = inner = distributed_c10d._get_default_store()  # noqa: SLF001  no public one
+    store = inner = default_store()
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return store, inner

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from itertools import count
 from numbers import Number
 from opcode import opmap
-from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import torch
@@ -57,7 +56,9 @@ class Batch:
     _incomplete: dict[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
-        if _is_unpacked(sys._getframe(1)):  # noqa: SLF001 (there is no public way)
+        caller = sys._getframe(1)  # noqa: SLF001 (there is no public way)
+        instruction, variables = caller.f_code.co_code[caller.f_lasti :][:2]
+        if instruction == UNPACK and variables > 1:
             raise DataError(f"a batch cannot be unpacked: {NOT_ONE_BATCH}")
         return (data for _, data in self.lane_batches())
 
@@ -88,12 +89,6 @@ class Batch:
         planned = None if self.counts is None else self.counts[lane]
         planned = self._incomplete.get(lane, planned)
         return samples_in(data, planned, f"lane {lane}", is_exact=self.is_exact)
-
-
-def _is_unpacked(frame: FrameType) -> bool:
-    """Return whether a frame is about to unpack an object into two or more variables."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    return code[at] == UNPACK and code[at + 1] > 1
 
 
 def samples_in(batch: Any, planned: int | None, where: str, *, is_exact: bool = False) -> int:

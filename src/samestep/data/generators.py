@@ -34,6 +34,7 @@ import torch
 from numpy.random import mtrand
 
 from samestep.data.random_state import key, keyed, set_generators
+from samestep.torch_internals import submodules_in
 
 T = TypeVar("T")
 
@@ -276,8 +277,9 @@ def _entries(name: str, value: Any) -> Iterator[Reference]:
 
 def _attributes(name: str, value: Any) -> Iterator[Reference]:
     if isinstance(value, torch.nn.Module):
-        for child in value._modules:  # noqa: SLF001  named_children skips a second occurrence
-            yield Reference(f"{name}.{child}", getitem, value._modules, child)  # noqa: SLF001
+        children = submodules_in(value)
+        for child in children:
+            yield Reference(f"{name}.{child}", getitem, children, child)
     attributes = _own_dict(value)
     for attribute in islice(attributes, MOST_ENTRIES):
         yield Reference(f"{name}.{attribute}", getitem, attributes, attribute)

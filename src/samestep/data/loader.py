@@ -33,6 +33,7 @@ from samestep.data.plan import Plan
 from samestep.data.random_state import key
 from samestep.errors import DataError, LoaderError
 from samestep.host import end_with_parent, use_socket_folder
+from samestep.torch_internals import end_loader_processes, loader_processes
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_SECONDS: Final = 1.0  # for a killed process to be reaped
@@ -226,12 +227,11 @@ def load(
             f"a loader process died ({type(error).__name__}: {reason}), usually because it ran out"
             " of memory or shared memory, or native code in the data set crashed; use"
             " loader_workers=0 to find the sample",
-            is_retryable=_was_killed(getattr(batches, "_workers", [])),
+            is_retryable=_was_killed(loader_processes(batches)),
         ) from error
     finally:
         if loader_workers > 0:
-            # otherwise the garbage collector does it, which an error's traceback delays
-            batches._shutdown_workers()  # noqa: SLF001 (no public method)
+            end_loader_processes(batches)  # an error's traceback would delay that
 
 
 def _iter(loader: DataLoader[Any]) -> Any:
@@ -245,7 +245,7 @@ def _iter(loader: DataLoader[Any]) -> Any:
         batches: Any = iter(loader)
     if former is not None and _on_main_thread():
         signal.signal(signal.SIGCHLD, former)
-    for process in getattr(batches, "_workers", ()):
+    for process in loader_processes(batches):
         # torch and Python terminate processes that do not exit
         process._popen.terminate = process._popen.kill  # noqa: SLF001 (no public method)
     return batches

@@ -57,17 +57,16 @@ MAX_GPUS = 1000  # of a host
 def preload() -> None:
     """Import what training needs once, before workers are forked.
 
-    No torch operation runs and no GPU is queried; either would break forked workers. torch's
-    optimizers import torch._dynamo, with 800 modules. Otherwise each worker would load them, which
-    takes 60 MB per worker.
+    No torch operation runs and no GPU is queried; either would break forked workers. Otherwise
+    each worker would load these modules, which takes 60 MB per worker.
     """
     # nothing imported is garbage, and searching for garbage takes a quarter of the time
     with no_garbage_collection():
-        import torch._dynamo  # noqa: F401
-
         import samestep.run  # noqa: F401
         from samestep.record.events import samestep_version
+        from samestep.torch_internals import preload_compiler
 
+        preload_compiler()
         samestep_version()
 
 

@@ -331,14 +331,7 @@ def _keep_process_groups() -> None:
     local variable does, destroys the group: it waits for gloo's thread without releasing Python's
     lock, which that thread needs to release its last tensors (torch 2.13).
     """
-    from torch.distributed import distributed_c10d
-
     from samestep.comm.distributed import KEPT_GROUPS
+    from samestep.torch_internals import on_new_group
 
-    class KeptGroups(dict[Any, Any]):
-        def __setitem__(self, group: Any, value: Any) -> None:
-            KEPT_GROUPS.append(group)
-            super().__setitem__(group, value)
-
-    if hasattr(distributed_c10d, "_pg_map"):  # has no public equivalent
-        distributed_c10d._pg_map = KeptGroups(distributed_c10d._pg_map)  # noqa: SLF001
+    on_new_group(KEPT_GROUPS.append)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from samestep.comm.base import World
 from samestep.errors import DataError, RecordError
+from samestep.metrics import Means
 from samestep.record import Record
 from samestep.run.progress import Progress
-from samestep.step import Means
 from samestep.step.gradients import SlicedGradient
 from samestep.step.lane_engine import LaneEngine
 
@@ -202,7 +202,7 @@ class Recording:
 
     def _own_gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         """Return this worker's share of each gradient, as it is stored if that is in slices."""
-        self._lanes.open_seals()  # waits until all gradients have arrived
+        self._lanes.optimizers.open_seals()  # waits until all gradients have arrived
         # by the parameter's id; from all sharded optimizers
         sliced: dict[int, list[torch.Tensor]] = {}
         for buffer in self._lanes.flat_buffers():

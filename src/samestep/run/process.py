@@ -31,6 +31,7 @@ from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments
 from samestep.host import YELLOW, colored, kernel_id
 from samestep.record import Record
 from samestep.record.events import samestep_version
+from samestep.torch_internals import is_forked_after_cuda
 
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
@@ -78,7 +79,7 @@ def gpus_are_lost() -> bool:
 
     It did if it asked CUDA for GPUs and there are any. torch itself reports that there are none.
     """
-    return torch.cuda._is_in_bad_fork() and torch.cuda.device_count() > 0  # noqa: SLF001  no public check
+    return is_forked_after_cuda() and torch.cuda.device_count() > 0
 
 
 def _gpus(asked: int | tuple[str, ...], process: ProcessInfo, count: int) -> list[torch.device]:

@@ -24,16 +24,16 @@ from samestep.data.shards import ShardOrder
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
+from samestep.metrics import Means
 from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
 from samestep.run.session import Session
-from samestep.step import Means
 from samestep.step.exchange import Across
-from samestep.step.gradients import GradientSeal, GradScaler
-from samestep.step.lane_engine import clip_gradients
+from samestep.step.guards import GradientSeal
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
 from samestep.step.replicas import replicate
+from samestep.step.scaling import GradScaler, clip_gradients
 from samestep.step.shard import Shard, check_shardable, choose_across
 from samestep.step.whole_batch import loss_of_one_lane
 
@@ -192,13 +192,13 @@ class Run(Collectives, Recording):
             )
         self._lanes.manual.unwatch(parameters)
         seal = GradientSeal(optimizer, partial(self._lanes.settle, optimizer))
-        self._lanes.seals.append(seal)  # first, so that its hooks run first
+        self._lanes.optimizers.seals.append(seal)  # first, so that its hooks run first
         if self.world_size > 1:
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
             round_to = self._lanes.round_to
             across = across or choose_across(parameters, self._world)
-            places = self._lanes.places()
+            places = self._lanes.models.places()
             shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
@@ -422,13 +422,13 @@ class Run(Collectives, Recording):
         Example:
             >>> norm = run.clip_grad_norm(model, 1.0)
         """
-        self._lanes.open_seals()
+        self._lanes.optimizers.open_seals()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.lanes == 1:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
             norm = clip_gradients(parameters, self._lanes.flat_buffers(), self._world, max_norm)
-        self._lanes.seal(parameters)
+        self._lanes.optimizers.seal(parameters)
         return norm
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
@@ -444,7 +444,7 @@ class Run(Collectives, Recording):
             >>> scaler = run.grad_scaler(init_scale=1024.0)
             >>> run.track(scaler=scaler)
         """
-        return GradScaler(self._world, self._lanes.seals, self.device.type, **options)
+        return GradScaler(self._world, self._lanes.optimizers.seals, self.device.type, **options)
 
     @without_loader_options
     def evaluate(

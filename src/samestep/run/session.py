@@ -183,7 +183,7 @@ class Session:
         engine = LaneEngine(self.world, self.config, lanes, self.devices, observe)
         self._exits.callback(engine.close)
         # of all optimizers, tracked or not
-        hook = register_optimizer_step_pre_hook(engine.before_optimizer_step)
+        hook = register_optimizer_step_pre_hook(engine.optimizers.before_step)
         self._exits.callback(hook.remove)
         return engine
 

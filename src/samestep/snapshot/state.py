@@ -22,6 +22,7 @@ import torch
 
 from samestep.errors import SnapshotError
 from samestep.step.layout import TensorSlice
+from samestep.torch_internals import STATE_METADATA
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 Tensors: TypeAlias = dict[str, torch.Tensor | TensorSlice]
@@ -218,10 +219,10 @@ def _encode_mapping(tag: str, value: Any, path: Keys, tensors: Tensors | None) -
     for key, item in value.items():
         plain_key = _encode(key, (*path, "key"), None)
         pairs.append([plain_key, _encode(item, (*path, _component(plain_key)), tensors)])
-    metadata = getattr(value, "_metadata", None)  # versions of submodules in a module's state
+    metadata = getattr(value, STATE_METADATA, None)  # versions of submodules in a module's state
     if metadata is None:
         return {tag: pairs}
-    return {"module": [{tag: pairs}, _encode(metadata, (*path, "_metadata"), None)]}
+    return {"module": [{tag: pairs}, _encode(metadata, (*path, STATE_METADATA), None)]}
 
 
 def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
@@ -294,7 +295,7 @@ def _decode(plain: Any, tensor: Callable[[str], Any]) -> Any:
         result = tensor(name).numpy().view(_numpy_dtype(dtype)).reshape(shape)
     elif tag == "module":
         result, metadata = (_decode(item, tensor) for item in value)
-        vars(result)["_metadata"] = metadata  # modules read it from this attribute
+        vars(result)[STATE_METADATA] = metadata
     else:
         raise ValueError(tag)
     return result

@@ -25,6 +25,7 @@ from samestep.errors import ModelError
 from samestep.step.gradients import Parameters
 from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
 from samestep.step.replicas import Replicas
+from samestep.torch_internals import buffers_in, foreach_copy_
 
 Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # begins to copy from GPUs to the host
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -63,7 +64,7 @@ class Buffers:
             for name, buffer in owner.named_buffers(recurse=False):
                 if id(buffer) not in ids:
                     ids.add(id(buffer))
-                    self._homes.append((owner._buffers, name))  # noqa: SLF001 (no public access)
+                    self._homes.append((buffers_in(owner), name))
                     for device, start in self._starts:
                         start.append(buffer.detach().to(device, copy=True))
 
@@ -82,7 +83,7 @@ class Buffers:
         for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
             if starts:
                 with self._replicas.on(replica):
-                    torch._foreach_copy_(starts, self._detached())
+                    foreach_copy_(starts, self._detached())
 
     def restore(self) -> None:
         """Return to the values at the start of a step that failed."""
@@ -91,7 +92,7 @@ class Buffers:
             for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
                 if starts:
                     with self._replicas.on(replica):
-                        torch._foreach_copy_(self._detached(), starts)
+                        foreach_copy_(self._detached(), starts)
 
     def end_forward(self, lane: int, device: int, copy: Copy) -> None:
         """Note what a lane's forward pass wrote on a GPU; `copy` begins to copy to the host."""
@@ -127,7 +128,7 @@ class Buffers:
                 parts = after.split(group.sizes)
                 for number, part in zip(group.numbers, parts, strict=True):
                     written[number] = part.view(starts[number].shape)
-            torch._foreach_copy_(current, starts)
+            foreach_copy_(current, starts)
             self._by_forward = []
 
     def end_lanes(self, copy: Copy) -> None:

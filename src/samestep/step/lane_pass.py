@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
 from samestep.comm.base import World
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.data.random_state import generators_restored, key, set_generators
-from samestep.errors import DataError, LossError, OutOfMemoryError
-from samestep.step import LaneResult
+from samestep.errors import DataError, LossError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import (
-    Gradients,
+from samestep.step.gradients import Gradients, Parameters, add_gradients, take_gradients
+from samestep.step.guards import (
     ManualGradients,
-    Parameters,
-    add_gradients,
-    take_gradients,
+    explained_errors,
+    no_reentrant_checkpoints,
+    refuse_added_twice,
 )
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
@@ -35,11 +33,6 @@ from samestep.step.replicas import Replica, Replicas
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
-
-# in a message of torch, which has no exception class
-ONE_VALUE: Final = "Expected more than 1 value per channel when training"
-# in messages of the CPU allocator and of GPU libraries, which have none either
-NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,16 @@ class LossSpec:
     count: Count | None = None
     reduction: Reduction = "mean"
     embed: LossFn | None = None
+
+
+@dataclass(frozen=True)
+class LaneResult:
+    """The items of one lane (or block of an evaluation) and the mean, or sum, of each metric."""
+
+    lane: int
+    rank: int
+    count: int
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -118,11 +121,13 @@ class LanePass:
         # added. `scale` corrects it once all lanes have reported their items, or divides if None.
         self._total = sum(counts) if self.loss.count is None and counts is not None else None
         self.context.world.status.set_activity("loading data")
+        data_before = self.batch.data_seconds
         self._batches = {
             lane: data
             for lane, data in self.batch.lane_batches()
             if data is not None or counts is None  # a `collate_fn` dropped all samples
         }
+        self.data_seconds = self.batch.data_seconds - data_before
         self._begun: dict[int, Callable[[], Any]] = {}  # copies of lane batches, which these end
         self._copies = HostCopies()
         self._results: list[tuple[int, int, dict[str, Tensor]]] = []  # with such copies
@@ -203,23 +208,10 @@ class LanePass:
         if lane not in self._batches:  # no samples
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
-        try:
+        device = f"{replica.device} on worker {self.context.world.rank}"
+        samples = partial(self._samples, lane)
+        with explained_errors(lane, self.context.lanes, samples, device, self.seed[0]):
             return self._gradients(lane, replica)
-        except (MemoryError, RuntimeError, ValueError) as error:
-            worker, step, samples = self.context.world.rank, self.seed[0], self._samples(lane)
-            this = f"lane {lane} of {self.context.lanes}"
-            if samples is not None:
-                this += f", with {samples} sample{'s' * (samples != 1)},"
-            if is_out_of_memory(error):
-                where = f"{replica.device} on worker {worker} at step {step}"
-                raise _lane_too_large(this, samples, self.context.lanes, where) from error
-            if ONE_VALUE in str(error):
-                raise DataError(
-                    f"BatchNorm needs more than one value per channel, but {this} has only one at"
-                    f" step {step}; use drop_last=True if the batch is the last of an epoch, fewer"
-                    " lanes or a larger batch size, so that every lane has two samples"
-                ) from error
-            raise
 
     def _samples(self, lane: int) -> int | None:
         """Return the number of samples of a lane, None if they cannot be counted."""
@@ -273,12 +265,7 @@ class LanePass:
         with self.context.manual.backward(parameters, lane), overlap as self._in_exchange:
             torch.autograd.backward(roots, weights, inputs=parameters)
         gradients = take_gradients(parameters, self.context.round_to)
-        if any(gradients[n] is not None for n in self._in_exchange):
-            raise LossError(
-                f"in lane {lane}, a torch.autograd.Function called backward() itself and added to a"
-                " gradient that was complete: a parameter that it uses is also used outside of it."
-                " Let the function use torch.autograd.grad and return the gradient"
-            )
+        refuse_added_twice([gradients[n] for n in self._in_exchange], lane)
         return gradients
 
     def _weight(self, loss: Tensor, count: int) -> Tensor | None:
@@ -298,33 +285,6 @@ class LanePass:
             expected = "count must return a whole number of at least 0"
             raise DataError(f"{expected}, got {count!r} for lane {lane}")
         return int(count)
-
-
-@contextmanager
-def no_reentrant_checkpoints() -> Iterator[None]:
-    """Raise `LossError` where a reentrant checkpoint would be part of the loss.
-
-    The backward pass names the parameters that get gradients. Such checkpoints do not see those
-    names, so they would raise an error or leave out gradients without one.
-    """
-    kind: Any = checkpoint.CheckpointFunction
-    apply = kind.apply
-
-    def checked(*args: Any) -> Any:
-        needs_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if torch.is_grad_enabled() and needs_gradient:
-            raise LossError(
-                "run.backward does not support torch.utils.checkpoint with use_reentrant=True,"
-                " because gradients can get lost; pass use_reentrant=False, in transformers"
-                " gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
-        return apply(*args)
-
-    kind.apply = checked
-    try:
-        yield
-    finally:
-        del kind.apply  # the inherited one is back
 
 
 def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]:
@@ -408,24 +368,3 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
     read = copies.of(tensors)
     copies.wait()
     return [tensor.double().reshape(-1).tolist() for tensor in read]
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the memory of the host or of a device was exhausted."""
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
-
-
-def _lane_too_large(lane: str, samples: int | None, lanes: int, where: str) -> OutOfMemoryError:
-    if samples != 1:
-        advice = (
-            f"lanes={2 * lanes} would halve it. The number of lanes affects the result, like the"
-            " batch size, and a snapshot's number of lanes cannot change: start a new run with"
-            " resume='never'. Or use"
-        )
-    else:
-        advice = "more lanes would not make it smaller: use"
-    return OutOfMemoryError(
-        f"{lane} does not fit in the memory of {where}; {advice}"
-        " precision='bfloat16', activation checkpointing or a smaller model"
-    )

@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.base import World
 from samestep.errors import WorldError
 from samestep.step.exchange import Exchange, gather, wait_until_free
-from samestep.step.gradients import Gradients, Parameters, add_gradients, have_none, scaled
+from samestep.step.gradients import Gradients, Parameters, add_gradients, have_none
 from samestep.step.layout import Span, tree_sum
+from samestep.step.scaling import scaled
 from samestep.step.shard import FlatBuffer
 
 # Above this size, copying a gradient early saves more time than the hook costs.

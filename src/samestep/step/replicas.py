@@ -20,6 +20,7 @@ from samestep.comm.base import World
 from samestep.data.batch import BatchCopier
 from samestep.errors import ModelError
 from samestep.step.layout import GPU_ALIGNMENT_BYTES, Layout, lanes_of, view_like
+from samestep.torch_internals import buffers_in, foreach_copy_, parameters_in
 
 # Larger tensors are sent separately: joining them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20
@@ -226,7 +227,7 @@ class Replicas:
     def refresh(self) -> None:
         """Copy the modules' current values to all other devices."""
         for staged in self._staged:  # one copy per dtype and device, instead of one per tensor
-            torch._foreach_copy_(staged.views, [home.tensor for home in staged.homes])
+            foreach_copy_(staged.views, [home.tensor for home in staged.homes])
             for flat in staged.flats[1:]:
                 flat.copy_(staged.flats[0], non_blocking=True)
         for replica in self.all[1:]:
@@ -266,7 +267,7 @@ def _homes(module: Module) -> dict[tuple[int, str], Home]:
     return {
         (id(owner), name): Home(owner, registry, name)
         for owner in module.modules()
-        for registry in (owner._parameters, owner._buffers)  # noqa: SLF001 (no public access)
+        for registry in (parameters_in(owner), buffers_in(owner))
         for name, tensor in registry.items()
         if tensor is not None
     }

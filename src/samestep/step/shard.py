@@ -22,8 +22,10 @@ from samestep.comm.base import World
 from samestep.errors import OptimizerError
 from samestep.host import available_bytes
 from samestep.step.exchange import Across, Exchange, all_gather, buckets
-from samestep.step.gradients import Parameters, SlicedGradient, have_none, refuse_unless_zero
+from samestep.step.gradients import Parameters, SlicedGradient, have_none
+from samestep.step.guards import refuse_unless_zero
 from samestep.step.layout import Fragment, TensorSlice, storage_order
+from samestep.torch_internals import step_pre_hooks, step_without_hooks
 
 ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
@@ -438,9 +440,11 @@ class Shard:
         The optimizer leaves out parameters without a gradient. Hooks of others may count on a
         single update.
         """
-        hooks = self.optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001  not public
-        update = getattr(type(self.optimizer).step, "__wrapped__", None)  # without hooks
-        is_ours = [getattr(hook, "__module__", "").startswith(PACKAGE) for hook in hooks]
+        update = step_without_hooks(self.optimizer)
+        is_ours = [
+            getattr(hook, "__module__", "").startswith(PACKAGE)
+            for hook in step_pre_hooks(self.optimizer)
+        ]
         # each arrives after those behind it; the caller updates the last one
         order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
         if update is None or not all(is_ours) or not order:

@@ -23,13 +23,8 @@ from samestep.data.random_state import generators_restored, key, keyed, set_gene
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients
-from samestep.step.lane_pass import (
-    LanePass,
-    LossFn,
-    is_out_of_memory,
-    no_reentrant_checkpoints,
-    split_loss,
-)
+from samestep.step.guards import is_out_of_memory, no_reentrant_checkpoints
+from samestep.step.lane_pass import LanePass, LossFn, split_loss
 from samestep.step.replicas import Replica
 
 # The container of embeddings as JSON: the names of a dict, the length of a tuple, None for a tensor

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.errors import EvaluationError
-from samestep.step import LaneResult, Mean, Means
+from samestep.metrics import Mean, Means
+from samestep.step.lane_pass import LaneResult
 
 COUNTS = st.integers(1, 10**6)
 ANY = st.lists(st.tuples(st.floats(), COUNTS), min_size=1, max_size=12)

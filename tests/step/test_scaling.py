@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.step.gradients import copy_gradients
-from samestep.step.lane_engine import gradient_norm, scale_gradients
+from samestep.step.scaling import gradient_norm, scale_gradients
 from samestep.step.shard import FlatBuffer
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts

@@ -1,0 +1,497 @@
+"""Refusals: what user code may not do around a step, with the error that says what to do instead.
+
+A model, a gradient or an optimizer that was changed in a way that the run cannot follow would make
+the result depend on the number of workers, or lose gradients, without an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import eq, is_
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from samestep.errors import (
+    DataError,
+    LossError,
+    ModelError,
+    NonFiniteLossError,
+    OptimizerError,
+    OutOfMemoryError,
+    WorldError,
+)
+from samestep.step.gradients import (
+    SHARDED_ADVICE,
+    ModuleParameters,
+    Parameters,
+    SlicedGradient,
+    parameters_of,
+)
+from samestep.step.replicas import check_unwrapped
+from samestep.torch_internals import (
+    backward_watcher,
+    before_reentrant_checkpoints,
+    versions_of,
+    watch_backward,
+)
+
+# in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
+ONE_VALUE: Final = "Expected more than 1 value per channel when training"
+NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
+
+
+class ManualGradients:
+    """Gradients of a run's parameters from a `backward()` of user code, outside of `run.backward`.
+
+    Such a gradient is that of one worker's samples, so no optimizer may use it. Only the object
+    whose `watch` was called last is active, because a script may leave a run without closing it.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}  # by id, also of parameters no longer watched
+        self._parameters: list[Tensor] = []  # watched
+        self._manual: dict[int, Tensor] = {}  # parameters with such a gradient, by id
+        self._in_lane = self._in_backward = False
+        self._lane_called_backward = False  # the loss function did
+        self._has_nested = False
+        self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
+
+    def watch(self, module: Module) -> None:
+        """Watch the module's parameters, including frozen ones, which may be trained later."""
+        if not self._is_active():
+            watch_backward(self.around_backward)
+        for name, parameter in module.named_parameters():
+            has_gradients = parameter.is_floating_point() or parameter.is_complex()
+            if id(parameter) not in self._names and has_gradients:
+                self._names[id(parameter)] = f"{name!r} of {type(module).__name__}"
+                self._parameters.append(parameter)
+
+    def unwatch(self, parameters: Iterable[Tensor]) -> None:
+        """Stop watching parameters of a sharded optimizer, which a `GradientSeal` watches."""
+        ids = set(map(id, parameters))
+        self._parameters = [parameter for parameter in self._parameters if id(parameter) not in ids]
+        for number in ids:
+            self._names.setdefault(number, "a parameter")
+            self._manual.pop(number, None)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for content in self._parameters, self._names, self._manual:
+            content.clear()
+        if self._is_active():
+            watch_backward(None)
+
+    def _is_active(self) -> bool:
+        return backward_watcher() == self.around_backward
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Note which watched parameters get gradients in this block, except from `run.backward`."""
+        if self._in_backward:  # of `run.backward`, or nested in it by a function of the graph
+            self._depth += 1
+            self._has_nested |= self._depth > 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            return
+        self._lane_called_backward = self._in_lane
+        parameters = self._parameters
+        gradients = [parameter.grad for parameter in parameters]
+        versions = versions_of(gradients)  # autograd adds to a gradient in place
+        try:
+            yield
+        finally:
+            are_same = map(eq, versions, versions_of(gradients))
+            for parameter, gradient, is_same in zip(parameters, gradients, are_same, strict=True):
+                if parameter.grad is not gradient or not is_same:
+                    self._manual[id(parameter)] = parameter
+
+    def forget_cleared(self) -> None:
+        """Forget gradients that were cleared."""
+        if self._manual:
+            self._manual = {
+                number: parameter
+                for number, parameter in self._manual.items()
+                if parameter.grad is not None and bool(parameter.grad.any())
+            }
+
+    def has_nested(self) -> bool:
+        """Return whether a function of this lane's graph has begun a backward pass of its own."""
+        return self._has_nested
+
+    @contextmanager
+    def lanes(self) -> Iterator[None]:
+        """Compute lanes in this block, after a call of `forget_cleared`."""
+        self._in_lane, self._lane_called_backward = True, False
+        try:
+            yield
+        finally:
+            self._in_lane = False
+
+    @contextmanager
+    def backward(self, parameters: Parameters, lane: int) -> Iterator[None]:
+        """Differentiate a lane's loss in this block.
+
+        Raises `LossError` if the loss function itself made gradients of `parameters`.
+        """
+        if self._lane_called_backward:  # only then, because `any` of a GPU tensor waits
+            self._refuse_gradients(parameters, lane)
+        self._in_backward, self._has_nested = True, False
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def _refuse_gradients(self, parameters: Parameters, lane: int) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.any():
+                name = self._names.get(id(parameter), "a parameter")
+                raise LossError(
+                    f"the loss function must return the loss, but in lane {lane} it called"
+                    f" backward() itself and left a gradient of {name}: return the sum of the"
+                    " losses, or call run.backward once for each. For a gradient of something else,"
+                    " such as the inputs, use torch.autograd.grad"
+                )
+        self._lane_called_backward = False
+        self.forget_cleared()
+
+    def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
+        """Raise `OptimizerError` if the optimizer must not make a step now."""
+        if not (self._manual or self._in_lane):
+            return
+        kind = type(optimizer).__name__
+        parameters = parameters_of(optimizer)
+        if self._in_lane:
+            if is_sharded or any(id(parameter) in self._names for parameter in parameters):
+                raise OptimizerError(
+                    f"{kind}.step() was called while run.backward computes a lane, in the loss"
+                    " function or in a hook of a gradient, where gradients are those of one lane;"
+                    " call it after run.backward"
+                )
+            return
+        self.forget_cleared()
+        for parameter in parameters:
+            if id(parameter) in self._manual:
+                raise OptimizerError(
+                    f"{kind}.step() would use a gradient of {self._names[id(parameter)]} that"
+                    " run.backward did not make: loss.backward() only sees the samples of this"
+                    " worker, so the result would depend on the number of workers. Write"
+                    " run.backward(loss_fn, model, batch), where loss_fn(model, lane_batch)"
+                    " returns the loss. Add a penalty to that loss, or call run.backward again for"
+                    " it, before the step. If you wanted the gradient for something else, call"
+                    " optimizer.zero_grad() before run.backward, or use torch.autograd.grad"
+                )
+
+
+class GradientSeal:
+    """Keeps user code from changing the gradients of a sharded optimizer, or its parameter groups.
+
+    With several workers, `.grad` of a parameter is not the gradient that the optimizer uses. So
+    changes are refused with one worker as well, and each step clears the gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer, settle: Callable[[], object]) -> None:
+        """`settle` waits for gradients that still arrive, and drops cleared ones."""
+        self.optimizer, self._settle = optimizer, settle
+        # before `Shard` replaces the parameters by segments
+        self._ids = set(map(id, parameters_of(optimizer)))
+        self.seal()
+        optimizer.register_step_pre_hook(self.check)
+        optimizer.register_step_post_hook(self._clear)
+        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign,assignment]
+
+    def seal(self) -> None:
+        """Accept the current gradients."""
+        self._gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
+        self._versions = versions_of(self._gradients)
+
+    def covers(self, parameters: Parameters) -> bool:
+        """Return whether any of the parameters was in the optimizer when it was sharded."""
+        return any(id(parameter) in self._ids for parameter in parameters)
+
+    def check(self, *_: object) -> None:
+        """Raise `OptimizerError` if a gradient was changed, other than by clearing it."""
+        parameters = parameters_of(self.optimizer)
+        gradients = [parameter.grad for parameter in parameters]
+        versions = versions_of(gradients)  # fewer or more after segments were divided
+        if versions == self._versions and all(map(is_, gradients, self._gradients)):
+            return
+        sealed = dict(zip(map(id, self._gradients), self._versions, strict=True))
+        for parameter, gradient, version in zip(parameters, gradients, versions, strict=True):
+            if gradient is None or isinstance(gradient, SlicedGradient):
+                continue
+            if sealed.get(id(gradient)) != version:
+                refuse_unless_zero(gradient)
+                parameter.grad = None
+
+    def open(self) -> None:
+        """Check gradients, and settle them, so that they can be read."""
+        self.check()
+        self._settle()
+        self.seal()
+
+    def _clear(self, *_: object) -> None:
+        for parameter in parameters_of(self.optimizer):
+            parameter.grad = None
+        self.seal()
+
+    def _refuse_group(self, *_: object) -> None:
+        kind = type(self.optimizer).__name__
+        raise OptimizerError(
+            f"add_param_group was called on a sharded {kind}, which cannot get more parameters:"
+            f" create the {kind} with all groups before run.shard, and freeze those that train"
+            " later with requires_grad_(False)"
+        )
+
+
+class OptimizerGuard:
+    """Refuses steps of optimizers that would not use exactly the gradients of `run.backward`."""
+
+    def __init__(self, manual: ManualGradients) -> None:
+        self.seals: list[GradientSeal] = []  # of sharded optimizers
+        self._manual = manual
+        self._tracked: list[tuple[Optimizer, Sequence[Tensor]]] = []
+
+    def track(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Accept an optimizer of these parameters, and no others that are not tracked."""
+        self._tracked.append((optimizer, parameters))
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Raise `OptimizerError` if the optimizer must not make a step now.
+
+        A gradient of it is not from `run.backward`, or another one is tracked in its place. A
+        closure, which makes the gradients only now, is returned with the same check after it.
+        """
+        if self._tracked and all(tracked is not optimizer for tracked, _ in self._tracked):
+            self._refuse_untracked(optimizer)
+        seals = [seal for seal in self.seals if seal.optimizer is optimizer]
+        self._manual.check(optimizer, is_sharded=bool(seals))
+        closure, *others = args[1:] or (kwargs.get("closure"),)
+        if not callable(closure):
+            return None
+
+        def checked() -> object:
+            result = closure()
+            self._manual.check(optimizer, is_sharded=bool(seals))
+            for seal in seals:
+                seal.open()
+            return result
+
+        if len(args) > 1:
+            return (args[0], checked, *others), kwargs
+        return args, {**kwargs, "closure": checked}
+
+    def _refuse_untracked(self, optimizer: Optimizer) -> None:
+        ids = set(map(id, parameters_of(optimizer)))
+        for tracked, parameters in self._tracked:
+            if not ids.isdisjoint(map(id, parameters)):
+                raise OptimizerError(
+                    f"this {type(optimizer).__name__} is not tracked, but updates parameters of the"
+                    f" {type(tracked).__name__} that is, so snapshots would hold the state of the"
+                    " wrong optimizer; create the optimizer before run.track, or track both"
+                )
+
+    def open_seals(self) -> None:
+        """Let all gradients of sharded optimizers be read, unless user code changed one."""
+        for seal in self.seals:
+            seal.open()
+
+    def seal(self, parameters: Parameters) -> None:
+        """Accept the current gradients of sharded optimizers with any of the parameters."""
+        for seal in self.seals:
+            if seal.covers(parameters):
+                seal.seal()
+
+
+class ModelGuard:
+    """Refuses models that are no longer as `run.replicate` left them.
+
+    `check_storage` raises an error if user code moved parameters out of flat storage.
+    """
+
+    def __init__(self, check_storage: Callable[[], None]) -> None:
+        self._check_storage = check_storage
+        # parameters by id, with their dtypes and devices when they were replicated
+        self._replicated: dict[int, tuple[Parameter, torch.dtype, torch.device]] = {}
+        self._modules: list[Module] = []  # replicated
+        # their parameters and addresses at the last check, which change with dtypes and devices
+        self._checked: WeakKeyDictionary[Module, tuple[Parameters, list[int]]] = WeakKeyDictionary()
+        self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
+
+    def add(self, module: Module) -> None:
+        """Accept a module's parameters as they are now."""
+        for parameter in module.parameters():
+            entry = (parameter, parameter.dtype, parameter.device)
+            self._replicated.setdefault(id(parameter), entry)
+        self._modules.append(module)
+
+    def places(self) -> dict[int, int]:
+        """Return the places of parameters, by id, in the order of replicated modules."""
+        return {number: place for place, number in enumerate(self._replicated)}
+
+    def check_all(self) -> None:
+        """Raise `ModelError` if user code changed a module, other than by moving it."""
+        for module in self._modules:
+            self._check(module, self._trainable(module), may_move=True)
+
+    def trainable(self, module: Module) -> Parameters:
+        """Return the parameters that require a gradient. Raises `ModelError` if there is none."""
+        parameters = self._trainable(module)
+        if not parameters:
+            raise ModelError(
+                f"{type(module).__name__} has no parameter that requires a gradient; call"
+                " requires_grad_() or change update="
+            )
+        self._check(module, parameters)
+        return parameters
+
+    def _trainable(self, module: Module) -> Parameters:
+        return self._parameters.setdefault(module, ModuleParameters()).trainable(module)
+
+    def _check(self, module: Module, parameters: Parameters, *, may_move: bool = False) -> None:
+        checked, addresses = self._checked.get(module, (None, None))
+        current = [parameter.data_ptr() for parameter in parameters]
+        if checked is parameters and addresses == current:
+            return
+        check_unwrapped(module)  # it may wrap a replicated one
+        for parameter in parameters:
+            if issue := self._issue(module, parameter, may_move=may_move):
+                raise ModelError(f"{type(module).__name__} {issue}")
+        self._check_storage()
+        if not may_move:
+            self._checked[module] = parameters, current
+
+    def _issue(self, module: Module, parameter: Parameter, *, may_move: bool) -> str | None:
+        """Return what is wrong with a parameter."""
+        entry = self._replicated.get(id(parameter))
+        if entry is not None:
+            _, dtype, device = entry
+            if parameter.dtype == dtype and (may_move or parameter.device == device):
+                return None
+        elif all(module is not replicated for replicated in self._modules):
+            return "has parameters that are not replicated; pass it to run.replicate first"
+        named = module.named_parameters()
+        name = next((repr(name) for name, other in named if other is parameter), "a parameter")
+        if entry is None:
+            return (
+                f"got the parameter {name} after run.replicate, so its values may differ between"
+                " workers, and the optimizer may not include it; change the model before"
+                " run.replicate, or replicate it again and create the optimizer after that"
+            )
+        return (
+            f"was changed after run.replicate: {name} had {dtype} on {device}, got"
+            f" {parameter.dtype} on {parameter.device}; convert a model before run.replicate, which"
+            " also moves it to the worker's devices, or convert a copy of it"
+        )
+
+
+def refuse_unless_zero(gradient: Tensor | None) -> None:
+    """Raise `OptimizerError` for a gradient that user code gave to a sharded optimizer."""
+    if gradient is not None and gradient.any():
+        raise OptimizerError(
+            "a gradient of a sharded optimizer was set or changed outside of run.backward, which"
+            " has no effect because the gradient is stored in slices, one per worker."
+            f" {SHARDED_ADVICE}"
+        )
+
+
+def no_reentrant_checkpoints() -> AbstractContextManager[None]:
+    """Raise `LossError` where a reentrant checkpoint would be part of the loss.
+
+    The backward pass names the parameters that get gradients. Such checkpoints do not see those
+    names, so they would raise an error or leave out gradients without one.
+    """
+
+    def check(inputs: Sequence[Any]) -> None:
+        needs_gradient = any(isinstance(part, Tensor) and part.requires_grad for part in inputs)
+        if torch.is_grad_enabled() and needs_gradient:
+            raise LossError(
+                "run.backward does not support torch.utils.checkpoint with use_reentrant=True,"
+                " because gradients can get lost; pass use_reentrant=False, in transformers"
+                " gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+
+    return before_reentrant_checkpoints(check)
+
+
+@contextmanager
+def explained_errors(
+    lane: int, lanes: int, samples: Callable[[], int | None], device: str, step: int
+) -> Iterator[None]:
+    """Say which lane is too large for the memory of its device, or too small for BatchNorm."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        number, name = samples(), f"lane {lane} of {lanes}"
+        if number is not None:
+            name += f", with {number} sample{'s' * (number != 1)},"
+        if is_out_of_memory(error):
+            raise _lane_too_large(name, number, lanes, f"{device} at step {step}") from error
+        if ONE_VALUE in str(error):
+            raise DataError(
+                f"BatchNorm needs more than one value per channel, but {name} has only one at step"
+                f" {step}; use drop_last=True if the batch is the last of an epoch, fewer lanes or"
+                " a larger batch size, so that every lane has two samples"
+            ) from error
+        raise
+
+
+def refuse_added_twice(gradients: Iterable[Tensor | None], lane: int) -> None:
+    """Raise `LossError` if a parameter got a gradient after that in an exchange was complete."""
+    if any(gradient is not None for gradient in gradients):
+        raise LossError(
+            f"in lane {lane}, a torch.autograd.Function called backward() itself and added to a"
+            " gradient that was complete: a parameter that it uses is also used outside of it."
+            " Let the function use torch.autograd.grad and return the gradient"
+        )
+
+
+def check_same_call(calls: Sequence[int]) -> None:
+    """Raise `WorldError` if workers, by rank, exchange the losses of different calls."""
+    if len(set(calls)) > 1:
+        raise WorldError(
+            f"worker {calls.index(max(calls))} went on after an exception in run.backward, which"
+            " other workers still wait for; do not catch exceptions of run.backward that only some"
+            " workers may raise"
+        )
+
+
+def check_finite(losses: Iterable[tuple[int, int, float]], step: int) -> None:
+    """Raise `NonFiniteLossError` for (lane, rank, loss) if the loss is infinite or NaN."""
+    for lane, rank, loss in losses:
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the loss is {loss} at step {step} in lane {lane} (worker {rank}); lower the"
+                " learning rate, clip gradients, or set nonfinite_loss='continue'"
+            )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether the memory of the host or of a device was exhausted."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
+
+
+def _lane_too_large(lane: str, samples: int | None, lanes: int, where: str) -> OutOfMemoryError:
+    advice = "more lanes would not make it smaller: use"
+    if samples != 1:
+        advice = (
+            f"lanes={2 * lanes} would halve it. The number of lanes affects the result, like the"
+            " batch size, and a snapshot's number of lanes cannot change: start a new run with"
+            " resume='never'. Or use"
+        )
+    return OutOfMemoryError(
+        f"{lane} does not fit in the memory of {where}; {advice}"
+        " precision='bfloat16', activation checkpointing or a smaller model"
+    )

@@ -1,0 +1,203 @@
+"""What samestep uses of PyTorch that is not public: each name, why it is needed, and nothing else.
+
+All of it is in PyTorch 2.6 to 2.13. No other module touches it. A test of each function here fails
+if a new version of PyTorch changes what it needs (tests/test_torch_internals.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils import checkpoint
+
+AroundBackward = Callable[[], AbstractContextManager[None]]
+Subclass = TypeVar("Subclass", bound=Tensor)
+
+# One call for many tensors, because each call takes microseconds. torch's optimizers use them.
+foreach_add_: Final = torch._foreach_add_
+foreach_copy_: Final = torch._foreach_copy_
+foreach_mul_: Final = torch._foreach_mul_
+
+# The attribute of a module's state_dict with the versions of its submodules. Modules read it there
+# when they load the state; a copy of the dict has to have it, too.
+STATE_METADATA: Final = "_metadata"
+
+
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return how often each tensor was changed in place; 0 for None.
+
+    `_version` finds changes by user code without a copy of the values to compare.
+    """
+    return [0 if tensor is None else tensor._version for tensor in tensors]  # noqa: SLF001
+
+
+def without_storage(kind: type[Subclass], like: Tensor) -> Subclass:
+    """Return a tensor of a subclass with the shape, dtype and device of `like`.
+
+    `_make_wrapper_subclass` gives it no memory; other constructors allocate some.
+    """
+    return Tensor._make_wrapper_subclass(  # noqa: SLF001
+        kind, like.shape, dtype=like.dtype, device=like.device
+    )
+
+
+def parameters_in(module: Module) -> dict[str, Parameter | None]:
+    """Return a module's dict of its own parameters, for fast lookups and replacements."""
+    return module._parameters  # noqa: SLF001
+
+
+def buffers_in(module: Module) -> dict[str, Tensor | None]:
+    """Return a module's dict of its own buffers."""
+    return module._buffers  # noqa: SLF001
+
+
+def submodules_in(module: Module) -> dict[str, Module | None]:
+    """Return a module's dict of its children; `named_children` skips a second occurrence."""
+    return module._modules  # noqa: SLF001
+
+
+class _WatchedEngine(_ImperativeEngine):
+    """Autograd's engine, with a context around each pass that may change `.grad`."""
+
+    def __init__(self, around: AroundBackward) -> None:
+        self.around = around
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        if not kwargs.get("accumulate_grad"):  # of `torch.autograd.grad`
+            return super().run_backward(*args, **kwargs)
+        with self.around():
+            return super().run_backward(*args, **kwargs)
+
+
+def watch_backward(around: AroundBackward | None) -> None:
+    """Enter a context around each pass of autograd that may change `.grad`; None ends that.
+
+    Every way to call backward gets the engine from `Variable._execution_engine`. This costs 0.01 ms
+    a pass; the public hooks of 200 parameters would cost 0.2 ms.
+    """
+    Variable._execution_engine = (  # noqa: SLF001
+        _ImperativeEngine() if around is None else _WatchedEngine(around)
+    )
+
+
+def backward_watcher() -> AroundBackward | None:
+    """Return the argument of the last call of `watch_backward`."""
+    engine = Variable._execution_engine  # noqa: SLF001
+    return engine.around if isinstance(engine, _WatchedEngine) else None
+
+
+@contextmanager
+def before_reentrant_checkpoints(check: Callable[[Sequence[Any]], object]) -> Iterator[None]:
+    """In this block, call `check` with the inputs of each activation checkpoint that is reentrant.
+
+    `CheckpointFunction` is public, but nothing else is called when one begins.
+    """
+    kind: Any = checkpoint.CheckpointFunction
+    apply = kind.apply
+
+    def checked(*args: Any) -> Any:
+        check(args)
+        return apply(*args)
+
+    kind.apply = checked
+    try:
+        yield
+    finally:
+        del kind.apply  # the inherited one is back
+
+
+class GradScalerHooks(torch.amp.GradScaler):
+    """A GradScaler whose search for infinite gradients can be extended, which is not public."""
+
+    def before_unscale(self, optimizer: Optimizer) -> None:
+        """Prepare the gradients of an optimizer."""
+
+    def after_unscale(self, optimizer: Optimizer, has_infinite: Tensor) -> Tensor:
+        """Return the decision to skip a step, 1.0 or 0.0; both are float32 scalars.
+
+        `has_infinite` is at least 1.0 if a gradient is infinite or NaN.
+        """
+        return has_infinite
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        self.before_unscale(optimizer)
+        # of each device with gradients; none if there are no gradients
+        by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        has_infinite = torch.zeros_like(found_inf)
+        for found in by_device.values():
+            has_infinite += found.to(has_infinite.device)
+        decision = self.after_unscale(optimizer, has_infinite)
+        devices = list(by_device) or [decision.device]
+        return {device: decision.to(device, copy=True) for device in devices}
+
+
+def step_pre_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
+    """Return the hooks that run before an optimizer's step, of which there is no public list."""
+    return optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
+    """Return the optimizer's `step` without hooks, to update some parameters before the others."""
+    return getattr(type(optimizer).step, "__wrapped__", None)
+
+
+def loader_processes(batches: object) -> Sequence[Any]:
+    """Return the processes of a DataLoader's iterator, none without workers."""
+    return getattr(batches, "_workers", ())
+
+
+def end_loader_processes(batches: Any) -> None:
+    """End the processes of a DataLoader's iterator; otherwise the garbage collector does it."""
+    batches._shutdown_workers()  # noqa: SLF001
+
+
+def is_forked_after_cuda() -> bool:
+    """Return whether a fork after a call of CUDA keeps this process from using GPUs.
+
+    Public functions then only report that there are none.
+    """
+    return torch.cuda._is_in_bad_fork()  # noqa: SLF001
+
+
+def preload_compiler() -> None:
+    """Import the 800 modules that torch's optimizers import when they are first used."""
+    import torch._dynamo  # noqa: F401
+
+
+def default_store() -> Any:
+    """Return the store of torch.distributed's default group, which has no public name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> None:
+    """Set the timeout of an existing process group for one type of device."""
+    group._get_backend(device)._set_default_timeout(timeout)  # noqa: SLF001
+
+
+def on_new_group(call: Callable[[Any], object]) -> None:
+    """Call a function with each process group of torch.distributed that is made from now on.
+
+    torch keeps all groups in the dict `_pg_map`, and calls nothing else when it adds one.
+    """
+    from torch.distributed import distributed_c10d
+
+    class Groups(dict[Any, Any]):
+        def __setitem__(self, group: Any, value: Any) -> None:
+            call(group)
+            super().__setitem__(group, value)
+
+    if hasattr(distributed_c10d, "_pg_map"):  # not if torch is built without torch.distributed
+        distributed_c10d._pg_map = Groups(distributed_c10d._pg_map)  # noqa: SLF001

@@ -1,0 +1,261 @@
+"""Each function fails here if a new version of PyTorch changes what it needs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from samestep import torch_internals as internals
+
+SOURCE = Path(internals.__file__).parent
+
+
+def private_names(path):
+    """Return private attributes, imports and the texts that could be passed to getattr."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", "super()"}:
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {part for alias in node.names for part in (node.module or "", alias.name)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return {name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+
+
+def chains(path):
+    """Return names such as torch.cuda._is_in_bad_fork."""
+    tree = ast.parse(path.read_text())
+    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            chains |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            chains |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in chains if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*", name)}
+
+
+def test_no_other_file_uses_what_is_private_in_torch():
+    own = SOURCE / "torch_internals.py"
+    private = private_names(own)
+    assert private >= {"_version", "_workers", "_execution_engine", "_metadata", "_pg_map"}
+    for path in SOURCE.rglob("*.py"):
+        if path != own:
+            # torchmetrics.py leaves out the attribute whose content it gets from `children`
+            allowed = {"_modules"} if path.name == "torchmetrics.py" else set()
+            assert not private & private_names(path) - allowed, path
+            assert not chains(path), path
+
+
+def test_calls_for_many_tensors():
+    left, right = [torch.ones(2), torch.ones(3)], [torch.full((2,), 2.0), torch.zeros(3)]
+    addresses = [tensor.data_ptr() for tensor in left]
+    internals.foreach_add_(left, right)
+    assert [tensor.tolist() for tensor in left] == [[3, 3], [1, 1, 1]]
+    internals.foreach_mul_(left, torch.tensor(2.0))
+    assert [tensor.tolist() for tensor in left] == [[6, 6], [2, 2, 2]]
+    internals.foreach_copy_(left, [tensor.double() for tensor in right])  # also converts
+    assert [tensor.tolist() for tensor in left] == [[2, 2], [0, 0, 0]]
+    assert [tensor.data_ptr() for tensor in left] == addresses
+
+
+def test_the_metadata_of_a_state_dict_says_which_version_a_module_has():
+    state = nn.BatchNorm1d(2).state_dict()
+    assert getattr(state, internals.STATE_METADATA) == {"": {"version": 2}}
+
+
+def test_each_change_in_place_counts():
+    tensor = torch.zeros(2)
+    before = internals.versions_of([tensor, None])
+    assert before == internals.versions_of([tensor, None])
+    tensor.add_(1)
+    changed, none = internals.versions_of([tensor, None])
+    assert (changed > before[0], none) == (True, 0)
+
+
+def test_a_subclass_without_storage():
+    class Placeholder(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func.overloadpacket.__name__)
+
+    like = torch.zeros(2, 3, dtype=torch.bfloat16)
+    placeholder = internals.without_storage(Placeholder, like)
+    assert type(placeholder) is Placeholder
+    assert (placeholder.shape, placeholder.dtype, placeholder.device) == (
+        like.shape, like.dtype, like.device
+    )  # fmt: skip
+    assert placeholder.untyped_storage().nbytes() == 0 or placeholder.data_ptr() == 0
+    parameter = nn.Parameter(like)
+    parameter.grad = placeholder
+    assert parameter.grad is placeholder
+    with pytest.raises(NotImplementedError, match="add"):
+        placeholder + 1
+
+
+def test_a_module_reads_its_registries():
+    shared = nn.ReLU()
+    module = nn.Sequential(nn.BatchNorm1d(2), shared, shared)
+    norm = module[0]
+    assert internals.submodules_in(module) == {"0": norm, "1": shared, "2": shared}
+    assert list(internals.parameters_in(norm)) == ["weight", "bias"]
+    assert list(internals.buffers_in(norm)) == [
+        "running_mean", "running_var", "num_batches_tracked"
+    ]  # fmt: skip
+    internals.buffers_in(norm)["running_mean"] = torch.ones(2)
+    internals.parameters_in(norm)["bias"] = nn.Parameter(torch.ones(2))
+    assert norm.running_mean.tolist() == norm.bias.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("differentiate", [Tensor.backward, torch.autograd.backward])
+def test_every_backward_pass_is_watched(differentiate):
+    passes = []
+
+    @contextmanager
+    def around():
+        passes.append("begun")
+        yield
+        passes.append("done" if weight.grad is not None else "too late")
+
+    weight = torch.ones(2, requires_grad=True)
+    assert internals.backward_watcher() is None
+    internals.watch_backward(around)
+    try:
+        assert internals.backward_watcher() is around
+        torch.autograd.grad((2 * weight).sum(), weight)
+        assert passes == []
+        differentiate((2 * weight).sum())
+        assert passes == ["begun", "done"]
+        assert weight.grad.tolist() == [2, 2]
+    finally:
+        internals.watch_backward(None)
+    assert internals.backward_watcher() is None
+    differentiate((2 * weight).sum())
+    assert len(passes) == 2
+
+
+def test_reentrant_checkpoints_are_noticed():
+    inputs, seen = torch.ones(2, requires_grad=True), []
+    with internals.before_reentrant_checkpoints(seen.append):
+        checkpoint(torch.sin, inputs, use_reentrant=False)
+        assert seen == []
+        checkpoint(torch.sin, inputs, use_reentrant=True).sum().backward()
+        ((*_, argument),) = seen
+        assert argument is inputs
+    checkpoint(torch.sin, inputs, use_reentrant=True)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("decision", [0.0, 1.0])
+def test_the_decision_to_skip_a_step_can_be_changed(decision):
+    calls = []
+
+    class Scaler(internals.GradScalerHooks):
+        def before_unscale(self, optimizer):
+            calls.append(optimizer)
+
+        def after_unscale(self, optimizer, has_infinite):
+            calls.append(has_infinite.item())
+            return torch.full_like(has_infinite, decision)
+
+    weights = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    scaler = Scaler("cpu", init_scale=4.0, growth_interval=100)
+    scaler.scale((weights * torch.tensor([1.0, float("inf")])).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert calls == [optimizer, 1.0]
+    assert weights[0].item() == (1.0 if decision else 0.0)
+    assert scaler.get_scale() == (2.0 if decision else 4.0)
+
+
+def test_a_decision_without_gradients():
+    scaler = internals.GradScalerHooks("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_an_optimizer_steps_without_its_hooks():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    seen = []
+
+    def hook(*_):
+        seen.append("called")
+
+    optimizer.register_step_pre_hook(hook)
+    everywhere = register_optimizer_step_pre_hook(hook)
+    try:
+        assert list(internals.step_pre_hooks(optimizer)) == [hook]
+        parameter.grad = torch.ones(1)
+        internals.step_without_hooks(optimizer)(optimizer)
+        assert (parameter.item(), seen) == (0.0, [])
+        optimizer.step()
+        assert (parameter.item(), seen) == (-1.0, ["called", "called"])
+    finally:
+        everywhere.remove()
+
+
+def test_loader_processes_are_listed_and_ended():
+    batches = iter(DataLoader(range(4), num_workers=2))
+    processes = internals.loader_processes(batches)
+    assert [process.is_alive() for process in processes] == [True, True]
+    assert os.getpid() not in {process.pid for process in processes}
+    internals.end_loader_processes(batches)
+    assert [process.is_alive() for process in processes] == [False, False]
+    assert list(internals.loader_processes(iter(DataLoader(range(4))))) == []
+
+
+def test_this_process_has_not_asked_cuda():
+    assert internals.is_forked_after_cuda() is False  # tests/gpu/test_forks.py has the other case
+
+
+def test_the_compiler_is_what_optimizers_import():
+    program = """
+import sys
+import torch
+from samestep.torch_internals import preload_compiler
+
+preload_compiler()
+loaded = {name for name in sys.modules if name.startswith("torch._dynamo")}
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).zero_grad()
+assert loaded == {name for name in sys.modules if name.startswith("torch._dynamo")}, "more"
+print(len(loaded))
+"""
+    assert int(subprocess.check_output([sys.executable, "-c", program])) > 1
+
+
+def test_process_groups(tmp_path):
+    groups = []
+    former = dist.distributed_c10d._pg_map
+    internals.on_new_group(groups.append)
+    try:
+        store = f"file://{tmp_path / 'store'}"
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        assert groups == [dist.group.WORLD]
+        other = dist.new_group([0])
+        assert groups[1:] == [other]
+        store = internals.default_store()
+        store.set("name", "value")
+        assert store.get("name") == b"value"
+        internals.set_group_timeout(other, torch.device("cpu"), timedelta(seconds=3))
+        assert other._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=3)
+        dist.destroy_process_group()
+    finally:
+        dist.distributed_c10d._pg_map = former
