@@ -20,7 +20,9 @@ from samestep.comm.base import World
 from samestep.data.batch import Batch
 from samestep.errors import ModelError, NonFiniteLossError, OptimizerError, WorldError
 from samestep.step import LaneResult
-from samestep.step.exchange import Exchange, buckets
+from samestep.step.across_hosts import choose_exchange
+from samestep.step.exchange import buckets
+from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import (
     Gradients,
     GradientSeal,
@@ -33,7 +35,7 @@ from samestep.step.gradients import (
 from samestep.step.lane_pass import LaneContext, LanePass, LossSpec
 from samestep.step.layout import ALIGNMENT, flattened
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
-from samestep.step.shard import FlatBuffer, Shard
+from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
 
 # calls of `backward` after which exchanges of other parameters are freed, if they need new ones
@@ -420,7 +422,7 @@ class LaneEngine(LaneContext):
                 grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         others = [parameters[n] for n in number_of.values()]
         for group in buckets(others, self.world, self.round_to):
-            exchange = Exchange(group, self.lanes, self.world, self.round_to)
+            exchange = choose_exchange(group, self.lanes, self.world, self.round_to)
             grouped.append(
                 Bucket(exchange, [number_of[id(parameter)] for parameter in group], None)
             )
