@@ -282,12 +282,8 @@ class PartnerExchange(Exchange):
             arrival.wait()
         self._started = None
 
-    def copy_from_host(self, flats: Sequence[Tensor]) -> None:
-        rank, own_flat = self.world.rank, flats[self.local_rank]
-        for worker, flat in zip(self._route.host, flats, strict=True):
-            if worker != rank:
-                held = self._held_by(worker)
-                self.slices(own_flat, held).copy_(self.slices(flat, held))
+    def _completed_by(self, worker: int) -> list[range]:
+        return [self._held_by(worker)]
 
 
 class SwapExchange(PartnerExchange):

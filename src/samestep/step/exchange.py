@@ -106,7 +106,6 @@ class Route:
         for host in self.others:
             for number, owner in enumerate(host):
                 self.owners[self.host[number % len(self.host)]].append(owner)
-        self.is_uniform = len(set(map(len, hosts))) == 1
         by_number = sorted((rank - host.start, rank) for host in hosts for rank in host)
         ranks = [rank for _, rank in by_number]
         # two hosts of two: slices lie in the order of ranks 0, 2, 1, 3
@@ -306,9 +305,12 @@ class Exchange(ABC):
         """Copy the slices that the other workers of this host have, between two barriers."""
         rank, own_flat = self.world.rank, flats[self.local_rank]
         for worker, flat in zip(self._route.host, flats, strict=True):
-            if worker != rank:
-                for owner in self._route.owners[worker]:
-                    self.slice_of(own_flat, owner).copy_(self.slice_of(flat, owner))
+            for numbers in () if worker == rank else self._completed_by(worker):
+                self.slices(own_flat, numbers).copy_(self.slices(flat, numbers))
+
+    def _completed_by(self, worker: int) -> list[range]:
+        """Return the numbers of the slices that a worker of this host gets from other hosts."""
+        return list(map(self._held_by, self._route.owners[worker]))
 
 
 class HostExchange(Exchange):

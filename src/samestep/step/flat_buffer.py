@@ -249,6 +249,7 @@ class FlatBuffer:
         own_slice: Callable[[], Tensor],
         parts: Callable[[], Iterator[Tensor]] | None,
     ) -> None:
+        """Add gradients to those of `segments`, now or once they have arrived."""
         values = own_slice()
         for segment in segments:
             gradient, earlier = segment.view_in(values), segment.parameter.grad
@@ -321,9 +322,8 @@ class ArrivingBuffer(FlatBuffer):
         own_slice: Callable[[], Tensor],
         parts: Callable[[], Iterator[Tensor]] | None,
     ) -> None:
-        have_earlier = not have_none([segment.parameter for segment in self.segments])
-        if self.is_in_step or have_earlier:  # they are needed now, perhaps to be added
-            super()._set(segments, own_slice, parts)
+        if self.is_in_step or not have_none([segment.parameter for segment in self.segments]):
+            super()._set(segments, own_slice, parts)  # needed now, perhaps to be added
             return
         self._arrived, self._parts = own_slice, parts
         for number, segment in enumerate(segments):
@@ -343,7 +343,7 @@ class ArrivingBuffer(FlatBuffer):
         self.arriving, self._unused = [], set()
 
     def _can_update_in_parts(self) -> bool:
-        if self._parts is None or self.exchange.parts < 2:
+        if self.exchange.parts < 2:
             return False
         if len(self.segments) != 1 or len(self.arriving) != 1:
             return False  # a part of a sum may end inside any of them
@@ -355,10 +355,10 @@ class ArrivingBuffer(FlatBuffer):
         return bool(state) and all(value is not None for value in state.values())
 
     def update_in_parts(self, update: Callable[[], None]) -> bool:
-        if not self._can_update_in_parts():
+        parts = self._parts
+        if parts is None or not self._can_update_in_parts():
             return False
-        ((segment, _),), parts = self.arriving, self._parts
-        assert parts is not None  # noqa: S101  it can be updated in parts
+        ((segment, _),) = self.arriving
         parameter, state = segment.parameter, self._optimizer.state
         ((parameters, number),) = self._places_of(parameter)
         self._arrived, self._parts, parameter.grad = None, None, None
