@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from samestep.step import across_hosts
 from samestep.step.across_hosts import UncopiedSwapExchange, choose_exchange
+from samestep.step.exchange import ExchangeSpec, gather
 from samestep.step.gradients import add_gradients
 from samestep.step.layout import ALIGNMENT, flattened, lanes_of, subtrees, tree_sum
 from tests.bits import bits
@@ -33,6 +34,10 @@ def parameters_of(dtype):
         torch.zeros(1),
     ]
     return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
+
+
+def exchange_of(*arguments, **options):
+    return choose_exchange(ExchangeSpec(*arguments, **options))
 
 
 def lane_gradients(parameters, lane, seed):
@@ -60,14 +65,14 @@ def exchanged(world, lanes, dtypes, seeds, across="host"):
     gathered = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
-        exchange = choose_exchange(parameters, lanes, world, across=across)
+        exchange = exchange_of(parameters, lanes, world, across=across)
         for seed in seeds:
             exchange.put(
                 subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
             )
             world.barrier("exchanging losses")
             exchange.sum()
-            total = exchange.gather()
+            total = gather([exchange])[0]
             for gradient, parameter in zip(total, parameters, strict=True):
                 assert gradient.shape == parameter.shape
                 assert (
@@ -162,12 +167,31 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
     assert on_hosts(hosts, workers, body) == [expected] * workers
 
 
+@pytest.mark.parametrize(
+    ("hosts", "workers", "lanes", "across", "expected"),
+    [
+        (1, 2, 8, "host", "HostExchange"),
+        (2, 2, 8, "host", "UncopiedSwapExchange"),
+        (2, 4, 8, "host", "SwapExchange"),
+        (2, 2, 13, "host", "ShareExchange"),  # the second host has several sums
+        (3, 3, 8, "host", "ShareExchange"),
+        (2, 2, 8, "world", "OwnerExchange"),
+    ],
+)
+def test_the_way_to_exchange_depends_on_hosts_and_sums(hosts, workers, lanes, across, expected):
+    def body(world):
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(64))], lanes, world, across=across)
+        return type(exchange).__name__
+
+    assert on_hosts(hosts, workers, body) == [expected] * workers
+
+
 def test_shares_are_added_and_sent_on_before_anyone_waits_for_them():
     hosts = 3
 
     def body(world):
         parameter = torch.nn.Parameter(torch.zeros(640))
-        exchange = choose_exchange([parameter], hosts, world, across="host")
+        exchange = exchange_of([parameter], hosts, world, across="host")
         exchange.receive()
         exchange.put([[torch.full([640], world.rank + 1.0)]])
         exchange.start()
@@ -185,7 +209,7 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
     def body(world, chunk_bytes):
         across_hosts.CHUNK_BYTES = chunk_bytes
         parameters = parameters_of(torch.float32)
-        exchange = choose_exchange(parameters, 2, world, round_to)
+        exchange = exchange_of(parameters, 2, world, round_to)
         empty = []  # number of gradients that are not there yet, whenever a part is sent
         begin_swap = world.begin_swap
 
@@ -208,7 +232,7 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
             exchange.start()
             world.barrier("exchanging losses")
             exchange.sum()
-            gathered.append([bits(gradient) for gradient in exchange.gather()])
+            gathered.append([bits(gradient) for gradient in gather([exchange])[0]])
         return gathered, empty
 
     (first, empty), (second, _) = on_hosts(2, 2, body, 64)
@@ -230,13 +254,13 @@ def test_large_gradients_whose_memory_lacks_an_operation_are_copied():
     def body(world, kind):
         across_hosts.CHUNK_BYTES = 256
         dtype, gradient = kinds[kind]
-        exchange = choose_exchange([torch.nn.Parameter(torch.zeros(640, dtype=dtype))], 2, world)
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(640, dtype=dtype))], 2, world)
         assert isinstance(exchange, UncopiedSwapExchange)
         assert gradient.is_conj() or gradient.is_neg()
         exchange.put([[gradient]])
         world.barrier("exchanging losses")
         exchange.sum()
-        return bits(exchange.gather()[0])
+        return bits(gather([exchange])[0][0])
 
     for kind, (_, gradient) in kinds.items():
         assert on_hosts(2, 2, body, kind) == [bits(gradient.resolve_conj().resolve_neg() * 2)] * 2
@@ -262,9 +286,7 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
 
         world.begin_all_to_all = lambda *arguments: watched(begin(*arguments))
         world.begin_sums = watched_sums
-        exchange = choose_exchange(
-            [torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across
-        )
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across)
         totals = []
         for call in range(4):
             exchange.put([[torch.full([640], 10.0**call * (world.rank + 1))]])
@@ -274,7 +296,7 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
             assert underway
             if call % 2:
                 exchange.sum()
-                (gradient,) = exchange.gather()
+                (gradient,) = gather([exchange])[0]
                 totals.append(gradient.unique().tolist())
         return totals
 
@@ -302,7 +324,7 @@ def test_the_workers_of_each_host_hold_all_slices_across_host():
     def body(world):
         held_sums = []
         for across in ("host", "world"):
-            exchange = choose_exchange(
+            exchange = exchange_of(
                 [torch.nn.Parameter(torch.zeros(640))], LANES, world, across=across
             )
             exchange.put([[torch.ones(640)] for _ in exchange.own_spans])
@@ -322,14 +344,14 @@ def test_gradients_are_overwritten_only_after_a_barrier():
     """Otherwise a fast worker would overwrite gradients that a slow worker still reads."""
 
     def body(world):
-        exchange = choose_exchange([torch.nn.Parameter(torch.zeros(64))], world.size, world)
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(64))], world.size, world)
         barrier_on_host, met, before_put = world.barrier_on_host, [], []
         world.barrier_on_host = lambda what: (met.append(what), barrier_on_host(what))
         for step in range(4):
             if step == 2:
                 world.barrier("doing something else")
             if step == 3:
-                exchange.gather()
+                gather([exchange])[0]
             met.clear()
             exchange.put([[torch.full((64,), float(step))]])
             before_put.append(len(met))
@@ -354,14 +376,14 @@ def test_the_exchange_of_processes_is_the_local_tree_sum(workers):
 def test_empty_parameters_can_be_exchanged():
     def body(world):
         parameters = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3, 0))]
-        exchange = choose_exchange(parameters, 4, world)
+        exchange = exchange_of(parameters, 4, world)
         own_gradients = [
             [torch.zeros(0), None] for _ in subtrees(lanes_of(world.rank, world.size, 4), 4)
         ]
         exchange.put(own_gradients)
         world.barrier("exchanging losses")
         exchange.sum()
-        return [gradient.shape for gradient in exchange.gather()]
+        return [gradient.shape for gradient in gather([exchange])[0]]
 
     assert in_processes(2, body) == [[(0,), (3, 0)]] * 2
     assert on_hosts(2, 2, body) == [[(0,), (3, 0)]] * 2
@@ -377,7 +399,7 @@ def test_the_order_of_additions_changes_these_sums():
 
 def test_views_of_flat_storage_do_not_overlap():
     parameters = parameters_of(torch.float32)
-    exchange = choose_exchange(parameters, LANES, in_threads(1, lambda world: world)[0])
+    exchange = exchange_of(parameters, LANES, in_threads(1, lambda world: world)[0])
     flat = torch.zeros(exchange.layout.flat_size)
     views = exchange.views(flat)
     for number, view in enumerate(views, start=1):

@@ -1,17 +1,7 @@
 """The ways in which several hosts sum gradients, and the choice among them.
 
-A host first adds the gradients of its workers, then sends the sums of its subtrees to the slices'
-owners on other hosts: `OwnerExchange`.
-
-Gradients of unsharded optimizers, and of those sharded within a host, are needed on every host. So
-the workers in one place on all hosts add them up in parts: each adds its share of a part as soon as
-it has the others' sums, in the background, and sends them the total: `ShareExchange`. Two hosts
-with one sum each swap their sums instead, which are as many bytes in half as many steps:
-`SwapExchange`.
-
-GPUs share no memory. Workers of one machine send each other their gradients instead, and then, as
-soon as the next exchange starts, the machine's sums to the owners on other machines:
-`MachineExchange`.
+A host first adds the gradients of its workers, then sends the sums of its subtrees to other hosts.
+GPUs share no memory, so each counts as a host.
 """
 
 from __future__ import annotations
@@ -27,9 +17,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.base import Arrival, Share, World
+from samestep.comm.base import Arrival, Share
 from samestep.step.exchange import (
-    Across,
     Exchange,
     ExchangeSpec,
     HostExchange,
@@ -50,24 +39,13 @@ PartialSums = tuple[Mapping[Span, Tensor], Callable[[], None]]  # complete after
 SendParts = Callable[[Sequence[Iterable[Tensor]]], list[Arrival]]  # gets the parts of each sum
 
 
-def choose_exchange(
-    parameters: Sequence[Tensor],
-    lanes: int,
-    world: World,
-    round_to: torch.dtype | None = None,
-    across: Across = "host",
-    *,
-    is_sharded: bool = False,
-) -> Exchange:
-    """Return the exchange that sends the least for what `ExchangeSpec` describes.
-
-    `across` says whether every host needs all sums, or every worker its own slice only.
-    """
-    spec = ExchangeSpec(parameters, lanes, world, round_to, is_sharded)
+def choose_exchange(spec: ExchangeSpec) -> Exchange:
+    """Return the exchange that sends the least for what is needed."""
+    world = spec.world
     if len(world.hosts) == 1:
         return HostExchange(spec)
-    if across == "host" and parameters[0].device.type == "cpu":
-        sums = [len(subtrees_of(host, world.size, lanes)) for host in world.hosts]
+    if spec.across == "host" and spec.parameters[0].device.type == "cpu":
+        sums = [len(subtrees_of(host, world.size, spec.lanes)) for host in world.hosts]
         sizes = {len(host) for host in world.hosts}
         if sums == [1, 1] and len(sizes) == 1:  # each sends its only sum, in any world
             # several workers of a host add their gradients in flat storage, so none is sent as is
@@ -147,9 +125,9 @@ class OwnerExchange(Exchange):
 
 
 class MachineExchange(OwnerExchange):
-    """GPUs of several machines, with several on some of them, send their gradients twice.
+    """GPUs of several machines: workers of one machine send each other their gradients.
 
-    Those of one machine send each other what they add up, and then its sums to the owners.
+    As soon as the next exchange starts, they send the machine's sums to owners on other machines.
     """
 
     def __init__(self, spec: ExchangeSpec) -> None:
@@ -213,10 +191,9 @@ class MachineExchange(OwnerExchange):
 
 
 class PartnerExchange(Exchange):
-    """Partners, the workers in one place on all hosts, hold the sums of each other's slices.
+    """Every host needs all sums: workers in one place on all hosts, partners, hold the same ones.
 
-    That needs CPUs, and the same number of workers on every host. Sums arrive in parts. If an
-    optimizer `is_sharded`, it awaits them at any time, in the dtype of its parameters.
+    That needs CPUs, and the same number of workers on every host. Sums arrive in parts.
     """
 
     across = "host"
@@ -287,7 +264,7 @@ class PartnerExchange(Exchange):
 
 
 class SwapExchange(PartnerExchange):
-    """Two hosts with one sum each send it to each other, and both add the two."""
+    """Two hosts with one sum each swap them: as many bytes as of shares, in half as many steps."""
 
     def __init__(self, spec: ExchangeSpec) -> None:
         super().__init__(spec)
@@ -298,9 +275,7 @@ class SwapExchange(PartnerExchange):
         self.parts = len(self._sizes)
         received = torch.empty_like(self._out)  # the sum of the other host
         self._arriving = received.split(self._sizes)
-        if (
-            spec.is_sharded
-        ):  # this worker alone needs the total, which takes the place of what arrives
+        if spec.is_sharded:  # only this worker needs the total, so it replaces what arrives
             self._out = received
         self._out_parts = self._out.split(self._sizes)
 
@@ -388,7 +363,10 @@ class UncopiedSwapExchange(SwapExchange):
 
 
 class ShareExchange(PartnerExchange):
-    """Each partner adds a share of each part, and sends the total to the others."""
+    """Each partner adds a share of each part, and sends the others the total.
+
+    Another thread does so as soon as their sums have arrived.
+    """
 
     def __init__(self, spec: ExchangeSpec) -> None:
         super().__init__(spec)

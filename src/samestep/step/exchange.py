@@ -117,14 +117,16 @@ class ExchangeSpec:
     """Which sums of gradients are needed, of parameters of one dtype.
 
     With `round_to`, gradients are rounded to that dtype, and so is each sum of two of them. Sums on
-    any worker then have that dtype exactly, in memory and in messages. If an optimizer `is_sharded`
-    across a host, it needs sums of many hosts in the dtype of its parameters, and at any time.
+    any worker then have that dtype exactly, in memory and in messages. `across` "host", every host
+    needs all sums if it can have them early, otherwise each worker its own slice. An optimizer that
+    `is_sharded` across hosts awaits them at any time, in the dtype of its parameters.
     """
 
     parameters: Sequence[Tensor]
     lanes: int
     world: World
     round_to: torch.dtype | None = None
+    across: Across = "host"
     is_sharded: bool = False
 
 
@@ -274,13 +276,6 @@ class Exchange(ABC):
     def finish_unused(self) -> None:  # noqa: B027
         """Wait for an exchange that was started by a call that failed: its memory is in use."""
 
-    def gather(self) -> list[Tensor]:
-        """Return the complete gradient of every parameter, after all workers have called `sum`.
-
-        Rounded gradients are returned in the parameters' dtype.
-        """
-        return gather([self])[0]
-
     def storages(self) -> list[Tensor]:
         """Return the flat gradients of this host's workers, which `gather` completes."""
         return [flats[0] for flats in self._sums]  # [local_workers, flat_size]
@@ -354,7 +349,10 @@ def all_gather(flats_of: Sequence[tuple[Exchange, Sequence[Tensor]]], what: str)
 
 
 def gather(exchanges: Sequence[Exchange]) -> list[list[Tensor]]:
-    """Return what `Exchange.gather` does for each, in one round of messages."""
+    """Return the complete gradient of every parameter, after all workers have called `sum`.
+
+    They are in the parameters' dtype, even if they were rounded. All take one round of messages.
+    """
     all_gather([(exchange, exchange.storages()) for exchange in exchanges], "gathering gradients")
     return [exchange.converted() for exchange in exchanges]
 

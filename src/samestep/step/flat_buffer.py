@@ -8,15 +8,12 @@ from itertools import groupby, pairwise
 from operator import is_
 from typing import Any, Final
 
-import torch
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from samestep.comm.base import World
 from samestep.errors import OptimizerError
-from samestep.step.across_hosts import choose_exchange
-from samestep.step.exchange import Across, Exchange
-from samestep.step.gradients import Parameters, SlicedGradient, have_none, refuse_unless_zero
+from samestep.step.exchange import Exchange
+from samestep.step.gradients import SlicedGradient, have_none, refuse_unless_zero
 from samestep.step.layout import Fragment
 
 # State with one number per parameter; other state tensors have one per element.
@@ -39,21 +36,6 @@ class Segment:
         """Return a fragment's elements of `values`, which has one per element of the segment."""
         start = fragment.offset - self.start
         return values[start : start + fragment.stop - fragment.start]
-
-
-def flat_buffer_of(
-    parameters: Parameters,
-    lanes: int,
-    world: World,
-    optimizer: optim.Optimizer,
-    round_to: torch.dtype | None = None,
-    across: Across = "world",
-) -> FlatBuffer:
-    """Move parameters of one dtype into flat storage, where the optimizer updates slices."""
-    exchange = choose_exchange(parameters, lanes, world, round_to, across, is_sharded=True)
-    if exchange.across == "host":  # sums arrive from other hosts until they are needed
-        return ArrivingBuffer(exchange, optimizer)
-    return FlatBuffer(exchange, optimizer)
 
 
 class FlatBuffer:

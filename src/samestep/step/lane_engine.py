@@ -21,7 +21,7 @@ from samestep.data.batch import Batch
 from samestep.errors import ModelError, NonFiniteLossError, OptimizerError, WorldError
 from samestep.step import LaneResult
 from samestep.step.across_hosts import choose_exchange
-from samestep.step.exchange import buckets
+from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import (
     Gradients,
@@ -422,10 +422,8 @@ class LaneEngine(LaneContext):
                 grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         others = [parameters[n] for n in number_of.values()]
         for group in buckets(others, self.world, self.round_to):
-            exchange = choose_exchange(group, self.lanes, self.world, self.round_to)
-            grouped.append(
-                Bucket(exchange, [number_of[id(parameter)] for parameter in group], None)
-            )
+            spec = ExchangeSpec(group, self.lanes, self.world, self.round_to)
+            grouped.append(Bucket(choose_exchange(spec), [number_of[id(p)] for p in group], None))
         return grouped
 
 

@@ -18,13 +18,14 @@ from torch import Tensor, optim
 from samestep.comm.base import World
 from samestep.errors import OptimizerError
 from samestep.host import available_bytes
-from samestep.step.exchange import Across, all_gather, buckets
+from samestep.step.across_hosts import choose_exchange
+from samestep.step.exchange import Across, ExchangeSpec, all_gather, buckets
 from samestep.step.flat_buffer import (
     SCALAR_STATE,
+    ArrivingBuffer,
     FlatBuffer,
     Segment,
     copied,
-    flat_buffer_of,
     is_elementwise,
 )
 from samestep.step.gradients import Parameters
@@ -64,11 +65,14 @@ class Shard:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        self.flat_buffers = [
-            flat_buffer_of(bucket, lanes, world, optimizer, round_to, across)
+        exchanges = [
+            choose_exchange(ExchangeSpec(bucket, lanes, world, round_to, across, is_sharded=True))
             for bucket in buckets(parameters, world, round_to, places)
         ]
-        self.across = self.flat_buffers[0].exchange.across
+        self.across = exchanges[0].across
+        # across "host", sums arrive from other hosts until the optimizer needs them
+        buffer_type = ArrivingBuffer if self.across == "host" else FlatBuffer
+        self.flat_buffers = [buffer_type(exchange, optimizer) for exchange in exchanges]
         firsts = {
             self._index(buffer, segment.fragments[0]): segment.parameter
             for buffer in self.flat_buffers
