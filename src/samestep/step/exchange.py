@@ -167,7 +167,7 @@ class Exchange(ABC):
         # 1-D, len(held) * slice_size: the sums over all lanes take the place of gradients
         self._out = self.slices(self._own_flats[0], self.held)
         self._converted: tuple[Tensor, list[Tensor]] | None = None
-        self._read_until = -1.0  # the world's number of barriers when gradients were last read
+        self._read_until = -1.0  # the world's number of barriers then, or infinity
 
     def shared_storage(self, rows: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return `rows` flat storages of zeros per worker of this host, shared among them."""
@@ -232,7 +232,7 @@ class Exchange(ABC):
     def put(self, own_gradients: Sequence[Gradients]) -> None:
         """Take the gradients of this worker's subtrees; `sum` needs a barrier after this.
 
-        They must stay as they are until `start`.
+        They must stay as they are until `sum` has returned: large ones may be sent as they are.
         """
         wait_until_free([self])
         for views, gradients in zip(self.own_views, own_gradients, strict=True):  # per subtree
@@ -273,7 +273,7 @@ class Exchange(ABC):
         """Yield what `sum` returns in those of its `parts` that have arrived, in order."""
         yield self.sum()
 
-    def finish_unused(self) -> None:  # noqa: B027
+    def finish_unused(self) -> None:  # noqa: B027  one host sends nothing
         """Wait for an exchange that was started by a call that failed: its memory is in use."""
 
     def storages(self) -> list[Tensor]:
@@ -304,7 +304,7 @@ class Exchange(ABC):
                 self.slices(own_flat, numbers).copy_(self.slices(flat, numbers))
 
     def _completed_by(self, worker: int) -> list[range]:
-        """Return the numbers of the slices that a worker of this host gets from other hosts."""
+        """Return the numbers of the slices that a worker has for the others of its host."""
         return list(map(self._held_by, self._route.owners[worker]))
 
 
