@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.step import exchange as exchange_module
-from samestep.step.exchange import Exchange
+from samestep.step import across_hosts
+from samestep.step.across_hosts import UncopiedSwapExchange, choose_exchange
+from samestep.step.exchange import ExchangeSpec, gather
 from samestep.step.gradients import add_gradients
 from samestep.step.layout import ALIGNMENT, flattened, lanes_of, subtrees, tree_sum
 from tests.bits import bits
@@ -33,6 +34,10 @@ def parameters_of(dtype):
         torch.zeros(1),
     ]
     return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
+
+
+def exchange_of(*arguments, **options):
+    return choose_exchange(ExchangeSpec(*arguments, **options))
 
 
 def lane_gradients(parameters, lane, seed):
@@ -60,14 +65,14 @@ def exchanged(world, lanes, dtypes, seeds, across="host"):
     gathered = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
-        exchange = Exchange(parameters, lanes, world, across=across)
+        exchange = exchange_of(parameters, lanes, world, across=across)
         for seed in seeds:
             exchange.put(
                 subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
             )
             world.barrier("exchanging losses")
             exchange.sum()
-            total = exchange.gather()
+            total = gather([exchange])[0]
             for gradient, parameter in zip(total, parameters, strict=True):
                 assert gradient.shape == parameter.shape
                 assert (
@@ -154,11 +159,30 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
     everything = [(lanes, [torch.float32, torch.bfloat16], range(2)) for lanes in (8, 12, 13)]
 
     def body(world):
-        exchange_module.CHUNK_BYTES = most_bytes
+        across_hosts.CHUNK_BYTES = most_bytes
         assert world.partners is not None
         return [exchanged(world, *arguments, across) for arguments in everything]
 
     expected = [expected_of(*arguments) for arguments in everything]
+    assert on_hosts(hosts, workers, body) == [expected] * workers
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "lanes", "across", "expected"),
+    [
+        (1, 2, 8, "host", "HostExchange"),
+        (2, 2, 8, "host", "UncopiedSwapExchange"),
+        (2, 4, 8, "host", "SwapExchange"),
+        (2, 2, 13, "host", "ShareExchange"),  # the second host has several sums
+        (3, 3, 8, "host", "ShareExchange"),
+        (2, 2, 8, "world", "OwnerExchange"),
+    ],
+)
+def test_the_way_to_exchange_depends_on_hosts_and_sums(hosts, workers, lanes, across, expected):
+    def body(world):
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(64))], lanes, world, across=across)
+        return type(exchange).__name__
+
     assert on_hosts(hosts, workers, body) == [expected] * workers
 
 
@@ -167,12 +191,12 @@ def test_shares_are_added_and_sent_on_before_anyone_waits_for_them():
 
     def body(world):
         parameter = torch.nn.Parameter(torch.zeros(640))
-        exchange = Exchange([parameter], hosts, world, across="host")
+        exchange = exchange_of([parameter], hosts, world, across="host")
         exchange.receive()
         exchange.put([[torch.full([640], world.rank + 1.0)]])
         exchange.start()
         deadline = time.monotonic() + 60
-        while not exchange._started[0].arrival.is_there():
+        while not exchange._started[0].is_there():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return exchange.own_views[0][0].unique().tolist()
@@ -183,9 +207,9 @@ def test_shares_are_added_and_sent_on_before_anyone_waits_for_them():
 @pytest.mark.parametrize("round_to", [None, torch.bfloat16])
 def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
     def body(world, chunk_bytes):
-        exchange_module.CHUNK_BYTES = chunk_bytes
+        across_hosts.CHUNK_BYTES = chunk_bytes
         parameters = parameters_of(torch.float32)
-        exchange = Exchange(parameters, 2, world, round_to)
+        exchange = exchange_of(parameters, 2, world, round_to)
         empty = []  # number of gradients that are not there yet, whenever a part is sent
         begin_swap = world.begin_swap
 
@@ -204,13 +228,11 @@ def test_gradients_are_sent_to_another_host_while_more_are_copied(round_to):
                 view.zero_()
             own_gradients = [lane_gradients(parameters, world.rank, seed)]
             exchange.receive()
-            if exchange.sends_parts:
-                exchange.put_and_start(own_gradients)
-            else:
-                exchange.put(own_gradients)
+            exchange.put(own_gradients)
+            exchange.start()
             world.barrier("exchanging losses")
             exchange.sum()
-            gathered.append([bits(gradient) for gradient in exchange.gather()])
+            gathered.append([bits(gradient) for gradient in gather([exchange])[0]])
         return gathered, empty
 
     (first, empty), (second, _) = on_hosts(2, 2, body, 64)
@@ -230,15 +252,15 @@ def test_large_gradients_whose_memory_lacks_an_operation_are_copied():
     }
 
     def body(world, kind):
-        exchange_module.CHUNK_BYTES = 256
+        across_hosts.CHUNK_BYTES = 256
         dtype, gradient = kinds[kind]
-        exchange = Exchange([torch.nn.Parameter(torch.zeros(640, dtype=dtype))], 2, world)
-        assert exchange.sends_parts
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(640, dtype=dtype))], 2, world)
+        assert isinstance(exchange, UncopiedSwapExchange)
         assert gradient.is_conj() or gradient.is_neg()
-        exchange.put_and_start([[gradient]])
+        exchange.put([[gradient]])
         world.barrier("exchanging losses")
         exchange.sum()
-        return bits(exchange.gather()[0])
+        return bits(gather([exchange])[0][0])
 
     for kind, (_, gradient) in kinds.items():
         assert on_hosts(2, 2, body, kind) == [bits(gradient.resolve_conj().resolve_neg() * 2)] * 2
@@ -265,7 +287,7 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
 
         world.begin_all_to_all = lambda *arguments: watched(begin(*arguments))
         world.partners.begin_sums = watched_sums
-        exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across)
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(640))], hosts, world, across=across)
         totals = []
         for call in range(4):
             exchange.put([[torch.full([640], 10.0**call * (world.rank + 1))]])
@@ -275,7 +297,7 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
             assert underway
             if call % 2:
                 exchange.sum()
-                (gradient,) = exchange.gather()
+                (gradient,) = gather([exchange])[0]
                 totals.append(gradient.unique().tolist())
         return totals
 
@@ -284,11 +306,11 @@ def test_an_exchange_that_was_not_used_ends_before_the_next_one(across):
 
 @given(slices=st.integers(0, 2_000_000), itemsize=st.sampled_from([2, 4, 8]))
 def test_chunks_grow_and_shrink_and_begin_where_vectorized_kernels_do(slices, itemsize):
-    sizes = exchange_module.chunks(slices * ALIGNMENT, itemsize)
+    sizes = across_hosts.chunks(slices * ALIGNMENT, itemsize)
     assert sum(sizes) == slices * ALIGNMENT
     assert all(size > 0 and size % ALIGNMENT == 0 for size in sizes)
-    least = exchange_module.CHUNK_BYTES // itemsize
-    largest = exchange_module.MOST_CHUNK_BYTES // itemsize
+    least = across_hosts.CHUNK_BYTES // itemsize
+    largest = across_hosts.MOST_CHUNK_BYTES // itemsize
     assert max(sizes, default=0) <= largest
     assert all(size < least * 1.5 for size in sizes[:1] + sizes[-1:])
     assert all(size >= least // 2 - ALIGNMENT for size in sizes[1:])
@@ -303,7 +325,9 @@ def test_the_workers_of_each_host_hold_all_slices_across_host():
     def body(world):
         held_sums = []
         for across in ("host", "world"):
-            exchange = Exchange([torch.nn.Parameter(torch.zeros(640))], LANES, world, across=across)
+            exchange = exchange_of(
+                [torch.nn.Parameter(torch.zeros(640))], LANES, world, across=across
+            )
             exchange.put([[torch.ones(640)] for _ in exchange.own_spans])
             world.barrier("exchanging losses")
             held_sums.append((list(exchange.held), exchange.sum().sum().item()))
@@ -321,14 +345,14 @@ def test_gradients_are_overwritten_only_after_a_barrier():
     """Otherwise a fast worker would overwrite gradients that a slow worker still reads."""
 
     def body(world):
-        exchange = Exchange([torch.nn.Parameter(torch.zeros(64))], world.size, world)
+        exchange = exchange_of([torch.nn.Parameter(torch.zeros(64))], world.size, world)
         barrier_on_host, met, before_put = world.barrier_on_host, [], []
         world.barrier_on_host = lambda what: (met.append(what), barrier_on_host(what))
         for step in range(4):
             if step == 2:
                 world.barrier("doing something else")
             if step == 3:
-                exchange.gather()
+                gather([exchange])[0]
             met.clear()
             exchange.put([[torch.full((64,), float(step))]])
             before_put.append(len(met))
@@ -337,7 +361,8 @@ def test_gradients_are_overwritten_only_after_a_barrier():
         return before_put
 
     assert in_processes(2, body) == [[0, 1, 0, 0]] * 2
-    assert on_hosts(2, 4, body) == [[0, 1, 0, 0]] * 4
+    # across hosts, `gather` ends it, which follows every sum that no optimizer awaits later
+    assert on_hosts(2, 4, body) == [[0, 1, 1, 0]] * 4
     assert on_hosts(2, 2, body) == [[0, 0, 0, 0]] * 2  # no other worker reads there
 
 
@@ -352,14 +377,14 @@ def test_the_exchange_of_processes_is_the_local_tree_sum(workers):
 def test_empty_parameters_can_be_exchanged():
     def body(world):
         parameters = [torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3, 0))]
-        exchange = Exchange(parameters, 4, world)
+        exchange = exchange_of(parameters, 4, world)
         own_gradients = [
             [torch.zeros(0), None] for _ in subtrees(lanes_of(world.rank, world.size, 4), 4)
         ]
         exchange.put(own_gradients)
         world.barrier("exchanging losses")
         exchange.sum()
-        return [gradient.shape for gradient in exchange.gather()]
+        return [gradient.shape for gradient in gather([exchange])[0]]
 
     assert in_processes(2, body) == [[(0,), (3, 0)]] * 2
     assert on_hosts(2, 2, body) == [[(0,), (3, 0)]] * 2
@@ -375,7 +400,7 @@ def test_the_order_of_additions_changes_these_sums():
 
 def test_views_of_flat_storage_do_not_overlap():
     parameters = parameters_of(torch.float32)
-    exchange = Exchange(parameters, LANES, in_threads(1, lambda world: world)[0])
+    exchange = exchange_of(parameters, LANES, in_threads(1, lambda world: world)[0])
     flat = torch.zeros(exchange.layout.flat_size)
     views = exchange.views(flat)
     for number, view in enumerate(views, start=1):

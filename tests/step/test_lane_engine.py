@@ -14,12 +14,13 @@ from samestep.comm.channel import Channel
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
-from samestep.step import exchange, lane_engine, overlap
+from samestep.step import across_hosts, exchange, lane_engine, overlap
+from samestep.step.flat_buffer import SCALAR_STATE, ArrivingBuffer
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import LossSpec, split_loss
 from samestep.step.layout import Layout
 from samestep.step.replicas import replicate
-from samestep.step.shard import SCALAR_STATE, FlatBuffer, Shard
+from samestep.step.shard import Shard
 from tests.bits import bits
 from tests.step.test_shard import VARIANTS
 from tests.worlds import in_processes, on_hosts
@@ -418,7 +419,7 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
 
 def count_parts(counts):
     """Append to `counts` the number of parts in which each parameter is updated from now on."""
-    update_in_parts = FlatBuffer.update_in_parts
+    update_in_parts = ArrivingBuffer.update_in_parts
 
     def counted(flat_buffer, update):
         counts.append(0)
@@ -427,9 +428,12 @@ def count_parts(counts):
             counts[-1] += 1
             update()
 
-        update_in_parts(flat_buffer, count)
+        is_updated = update_in_parts(flat_buffer, count)
+        if not is_updated:
+            counts.pop()
+        return is_updated
 
-    FlatBuffer.update_in_parts = counted
+    ArrivingBuffer.update_in_parts = counted
 
 
 def updated(world, kind, options, exchange_dtype):
@@ -482,7 +486,7 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     exchange_dtype, hosts, workers, have_arrived, monkeypatch
 ):
     """Those that have arrived meanwhile are updated together."""
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(across_hosts, "CHUNK_BYTES", 1024)
 
     def body(world):
         counts = []
@@ -511,9 +515,9 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     for rank, (counts, results) in enumerate(on_hosts(hosts, workers, body)):
         elements = min(held, 41 * 40 - rank % (workers // hosts) * held)
         itemsize = 2 if exchange_dtype else 4
-        sizes = exchange.chunks(held, itemsize, hosts)
+        sizes = across_hosts.chunks(held, itemsize, hosts)
         if workers == 2:  # a gradient is sent without a copy, except for its last 40 elements
-            sizes = [*exchange.chunks(1600, itemsize), held - 1600]
+            sizes = [*across_hosts.chunks(1600, itemsize), held - 1600]
         parts = sum(start < elements for start in accumulate(sizes[:-1], initial=0))
         assert parts > 1
         assert counts == [1 if have_arrived else parts] * (2 * with_state + adagrads)
@@ -554,13 +558,13 @@ def test_a_worker_waits_until_a_slower_one_of_its_host_has_read_its_gradients():
         lanes, model, optimizer = with_sharded_layer(world)
         delays = []
         if world.size > 1:
-            add_up = exchange._add_up
+            add_up = across_hosts.add_up
 
             def slow(span, sum_of):
                 delays.append(time.sleep(0.5 if world.rank == 0 else 0))
                 return add_up(span, sum_of)
 
-            exchange._add_up = slow  # in a process of its own
+            across_hosts.add_up = slow  # in a process of its own
         for step in range(2):
             backward_of_squares(lanes, model, step)
         optimizer.step()

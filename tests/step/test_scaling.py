@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.step.across_hosts import choose_exchange
+from samestep.step.exchange import ExchangeSpec
+from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import copy_gradients
 from samestep.step.scaling import gradient_norm, scale_gradients
-from samestep.step.shard import FlatBuffer
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
 
@@ -46,8 +48,8 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         present = [parameter.grad is not None for parameter in in_buffer]
         gradients = [parameter.grad for parameter in in_buffer]
         optimizer = torch.optim.SGD(in_buffer, lr=0.1)
-        flat_buffer = FlatBuffer(in_buffer, LANES, world, optimizer, across=across)
-        exchange = flat_buffer.exchange
+        exchange = choose_exchange(ExchangeSpec(in_buffer, LANES, world, across=across))
+        flat_buffer = FlatBuffer(exchange, optimizer)
         flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
         copy_gradients(flat_buffer.exchange.views(flat), gradients)
         flat_buffer.set_gradients(lambda: exchange.slices(flat, exchange.held), present)

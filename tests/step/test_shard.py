@@ -9,11 +9,11 @@ from torch import optim
 
 import samestep as ss
 from samestep.errors import OptimizerError
+from samestep.step.flat_buffer import SCALAR_STATE
 from samestep.step.gradients import copy_gradients
 from samestep.step.layout import Layout, TensorSlice
 from samestep.step.shard import (
     ELEMENTWISE,
-    SCALAR_STATE,
     Shard,
     check_shardable,
     choose_across,

@@ -16,13 +16,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
-from samestep.step.exchange import Exchange, buckets
+from samestep.step.across_hosts import choose_exchange
+from samestep.step.exchange import ExchangeSpec, buckets
+from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.guards import ModelGuard, OptimizerGuard, check_finite, check_same_call
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.scaling import scaled
-from samestep.step.shard import FlatBuffer, Shard
+from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
 
 # calls of `backward` after which exchanges of other parameters are freed, if they need new ones
@@ -320,10 +322,8 @@ class LaneEngine(LaneContext):
                 grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         others = [parameters[n] for n in number_of.values()]
         for group in buckets(others, self.world, self.round_to):
-            exchange = Exchange(group, self.lanes, self.world, self.round_to)
-            grouped.append(
-                Bucket(exchange, [number_of[id(parameter)] for parameter in group], None)
-            )
+            spec = ExchangeSpec(group, self.lanes, self.world, self.round_to)
+            grouped.append(Bucket(choose_exchange(spec), [number_of[id(p)] for p in group], None))
         return grouped
 
 

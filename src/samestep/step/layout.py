@@ -64,6 +64,12 @@ def subtrees(own_lanes: range, lanes: int) -> list[Span]:
     return inside((0, lanes)) if own_lanes else []
 
 
+def subtrees_of(ranks: range, workers: int, lanes: int) -> list[Span]:
+    """Return the maximal subtrees of the lanes of adjacent workers."""
+    first, last = (lanes_of(rank, workers, lanes) for rank in (ranks[0], ranks[-1]))
+    return subtrees(range(first.start, last.stop), lanes)
+
+
 def tree_sum(
     span: Span, value_of: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
 ) -> Value:

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.base import World
 from samestep.errors import WorldError
 from samestep.step.exchange import Exchange, gather, wait_until_free
+from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, add_gradients, have_none
 from samestep.step.layout import Span, tree_sum
 from samestep.step.scaling import scaled
-from samestep.step.shard import FlatBuffer
 
 # Above this size, copying a gradient early saves more time than the hook costs.
 EARLY_BYTES: Final = 1 << 18
@@ -224,7 +224,7 @@ class EarlyExchange(Overlap):
 
     def start(self) -> None:
         self._start_until(self._put)
-        self.order[-1].exchange.start_between_machines()
+        self.order[-1].exchange.send_on()
 
     def _take_next(self) -> None:
         """Add the last lane's gradients of the next bucket to the sums, and put them."""
@@ -254,11 +254,7 @@ class EarlyExchange(Overlap):
 
     def _put_next(self, own_gradients: Sequence[Gradients]) -> None:
         exchange = self.order[self._put].exchange
-        if exchange.sends_parts:  # a host's only worker: those before have started
-            self._started += 1
-            exchange.put_and_start(own_gradients)
-        else:
-            exchange.put(own_gradients)
+        exchange.put(own_gradients)
         self._put += 1
         # some CPUs reorder writes to memory, but not across two locks
         for _ in range(2):
@@ -279,7 +275,7 @@ class EarlyExchange(Overlap):
     def _start_until(self, number: int) -> None:
         while self._started < number:
             if self._started:  # on GPUs of several machines, its sums go on to the others
-                self.order[self._started - 1].exchange.start_between_machines()
+                self.order[self._started - 1].exchange.send_on()
             self._started += 1
             self.order[self._started - 1].exchange.start()
 

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from samestep.comm.base import World
+from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Parameters
 from samestep.step.guards import GradientSeal
 from samestep.step.layout import ALIGNMENT, flattened
-from samestep.step.shard import FlatBuffer
 from samestep.torch_internals import GradScalerHooks, foreach_mul_
 
 
