@@ -25,7 +25,8 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
-    from samestep.data.shards import ShardedDataset, ShardOrder, ShardStream
+    from samestep.data.orders import ByLength, ShardOrder, Weighted
+    from samestep.data.shards import ShardedDataset, ShardStream
     from samestep.metrics import Metric, check_metric
     from samestep.run import Run, init
     from samestep.snapshot.dcp import read_dcp
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
     from samestep.step import Means
 
 _LAZY = {
+    "ByLength": "samestep.data.orders",
     "Means": "samestep.step",
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
-    "ShardOrder": "samestep.data.shards",
+    "ShardOrder": "samestep.data.orders",
     "ShardStream": "samestep.data.shards",
     "ShardedDataset": "samestep.data.shards",
+    "Weighted": "samestep.data.orders",
     "check_metric": "samestep.metrics",
     "init": "samestep.run",
     "read_dcp": "samestep.snapshot.dcp",
@@ -47,6 +50,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "ByLength",
     "ConfigError",
     "DataError",
     "HangError",
@@ -61,6 +65,7 @@ __all__ = [
     "ShardStream",
     "ShardedDataset",
     "SnapshotError",
+    "Weighted",
     "WorkerError",
     "WorldError",
     "check_metric",
