@@ -74,7 +74,10 @@ class WeightedPlan(ShuffledPlan):
 
     def __post_init__(self, order: Weighted) -> None:
         super().__post_init__()
-        _check_entries("weights", len(order.cumulative), self.size, "one weight per sample")
+        if (entries := len(order.cumulative)) != self.size:
+            raise DataError(
+                f"weights has {entries} entries for {self.size} samples; pass one weight per sample"
+            )
         self._cumulative = order.cumulative
         self._digest = array_digest(self._cumulative)
 
@@ -193,7 +196,10 @@ class TokenPlan(ChunkedPlan):
 
     def __post_init__(self, order: ByLength) -> None:
         self._check()
-        _check_entries("lengths", len(order.lengths), self.size, "the tokens of each sample")
+        if (entries := len(order.lengths)) != self.size:
+            raise DataError(
+                f"lengths has {entries} entries for {self.size} samples; pass the tokens of each"
+            )
         self.max_tokens = order.max_tokens
         negative = -order.lengths
         self._digest = array_digest(negative)
@@ -314,11 +320,6 @@ class ShardPlan(ShuffledPlan):
         order = Permutation(len(self._sizes), key(self.seed, "shards", epoch))
         shards = order[np.arange(len(order))]
         return shards, np.concatenate([[0], np.cumsum(self._sizes[shards])])
-
-
-def _check_entries(name: str, entries: int, size: int, expected: str) -> None:
-    if entries != size:
-        raise DataError(f"{name} has {entries} entries for {size} samples; pass {expected}")
 
 
 def _call(
