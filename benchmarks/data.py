@@ -220,7 +220,6 @@ def memory(objects: int, epochs: int) -> None:
         ("DataLoader, a list in a data set", dataloader_of_list),
         ("samestep, a list in a data set", samestep_of_list),
         ("samestep, samestep.PackedList in a data set", samestep_of_packed),
-        ("samestep, a list as the data set", samestep_of_plain_list),
     ):
         sizes = apart(memory_of, batches, objects, epochs)
         print(f"  {name:45} {' '.join(f'{megabytes:5.0f}' for megabytes in sizes)}", flush=True)
@@ -276,11 +275,6 @@ def samestep_of_list(records: list[dict[str, Any]], epochs: int) -> Iterator[Any
 def samestep_of_packed(records: list[dict[str, Any]], epochs: int) -> Iterator[Any]:
     """Yield the batches of all epochs."""
     yield from batches_of(Records(samestep.PackedList(records)), epochs)
-
-
-def samestep_of_plain_list(records: list[dict[str, Any]], epochs: int) -> Iterator[Any]:
-    """Yield the batches of all epochs."""
-    yield from batches_of(records, epochs)
 
 
 def batches_of(dataset: Any, epochs: int) -> Iterator[Any]:

@@ -25,20 +25,23 @@ from samestep.launch import launch
 
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
-    from samestep.data.shards import ShardedDataset, ShardOrder, ShardStream
+    from samestep.data.orders import ByLength, ShardOrder, Weighted
+    from samestep.data.shards import ShardedDataset, ShardStream
     from samestep.metrics import Means, Metric, check_metric
     from samestep.run import Run, init
     from samestep.snapshot.dcp import read_dcp
     from samestep.snapshot.read import read_snapshot
 
 _LAZY = {
+    "ByLength": "samestep.data.orders",
     "Means": "samestep.metrics",
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
     "Run": "samestep.run",
-    "ShardOrder": "samestep.data.shards",
+    "ShardOrder": "samestep.data.orders",
     "ShardStream": "samestep.data.shards",
     "ShardedDataset": "samestep.data.shards",
+    "Weighted": "samestep.data.orders",
     "check_metric": "samestep.metrics",
     "init": "samestep.run",
     "read_dcp": "samestep.snapshot.dcp",
@@ -46,6 +49,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "ByLength",
     "ConfigError",
     "DataError",
     "HangError",
@@ -60,6 +64,7 @@ __all__ = [
     "ShardStream",
     "ShardedDataset",
     "SnapshotError",
+    "Weighted",
     "WorkerError",
     "WorldError",
     "check_metric",

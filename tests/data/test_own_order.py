@@ -17,7 +17,7 @@ import samestep as ss
 from samestep.comm.base import Alone
 from samestep.data.agreement import DataCheck
 from samestep.data.loader import plan_batches
-from samestep.data.plan import CACHED_EPOCHS, OrderedPlan, WeightedPlan
+from samestep.data.orders import CACHED_EPOCHS, OrderedPlan, Weighted, WeightedPlan
 from samestep.data.random_state import key, uniform
 from samestep.errors import DataError
 from samestep.step.layout import lanes_of
@@ -37,7 +37,7 @@ def plans(draw):
     if draw(st.booleans()):
         weight = st.one_of(st.integers(0, 3), st.floats(0, 1e300))
         weights = draw(st.lists(weight, min_size=size, max_size=size).filter(any))
-        return lambda: WeightedPlan(size, batch_size, lanes, seed, weights=weights)
+        return lambda: WeightedPlan(size, batch_size, lanes, seed, order=Weighted(weights))
     indices = st.lists(st.integers(0, size - 1), min_size=1, max_size=60)
     epoch_order = draw(indices)
     order = epoch_order if draw(st.booleans()) else lambda epoch: np.roll(epoch_order, epoch)
@@ -122,16 +122,16 @@ def assert_chi_square(counts, expected):
 
 def test_samples_are_drawn_in_proportion_to_their_weights():
     weights = np.arange(50)
-    indices = drawn(WeightedPlan(50, 50, 1, seed=5, weights=weights), epochs=4000)
+    indices = drawn(WeightedPlan(50, 50, 1, seed=5, order=Weighted(weights)), epochs=4000)
     counts = np.bincount(indices.ravel(), minlength=50)
     assert counts[0] == 0
     assert_chi_square(counts[1:], indices.size * weights[1:] / weights.sum())
-    skewed = drawn(WeightedPlan(3, 3, 1, seed=6, weights=[1e-3, 1.0, 0.1]), epochs=100_000)
+    skewed = drawn(WeightedPlan(3, 3, 1, seed=6, order=Weighted([1e-3, 1.0, 0.1])), epochs=100_000)
     assert_chi_square(np.bincount(skewed.ravel()), skewed.size * np.array([0.001, 1, 0.1]) / 1.101)
 
 
 def test_draws_are_independent_of_those_before_and_of_other_epochs():
-    indices = drawn(WeightedPlan(10, 10, 1, seed=1, weights=np.ones(10)), epochs=20_000)
+    indices = drawn(WeightedPlan(10, 10, 1, seed=1, order=Weighted(np.ones(10))), epochs=20_000)
     for first, second in (
         (indices[:, :-1], indices[:, 1:]),
         (indices[:-1], indices[1:]),
@@ -152,7 +152,11 @@ def test_uniform_numbers_fill_the_interval():
 @given(st.lists(st.floats(0, 1e3), min_size=2, max_size=40).filter(any), SEEDS)
 def test_only_the_ratios_of_weights_matter_and_zero_is_never_drawn(weights, seed):
     def indices(weights):
-        return WeightedPlan(len(weights), 64, 1, seed, weights=weights).indices(3, 0, 0).tolist()
+        return (
+            WeightedPlan(len(weights), 64, 1, seed, order=Weighted(weights))
+            .indices(3, 0, 0)
+            .tolist()
+        )
 
     chosen = indices(weights)
     assert all(weights[index] for index in chosen)
@@ -163,16 +167,16 @@ def test_only_the_ratios_of_weights_matter_and_zero_is_never_drawn(weights, seed
 
 def test_a_draw_at_a_boundary_takes_the_next_sample_with_a_weight(monkeypatch):
     at = np.array([0.0, 0.25, 0.5, 1 - 2.0**-53])
-    monkeypatch.setattr("samestep.data.plan.uniform", lambda key, positions: at.copy())
+    monkeypatch.setattr("samestep.data.orders.uniform", lambda key, positions: at.copy())
     for scale in (1, 0.7, 1e-300):
         weights = scale * np.array([0, 1, 0, 1, 1, 1, 0])
-        plan = WeightedPlan(7, 4, 1, seed=0, weights=weights)
+        plan = WeightedPlan(7, 4, 1, seed=0, order=Weighted(weights))
         assert plan.indices(0, 0, 0).tolist() == [1, 3, 4, 5]
 
 
 def test_weighted_draws_never_change():
     """A run that resumes under another version must get the same samples."""
-    plan = WeightedPlan(10_000, 64, 4, seed=7, weights=np.arange(10_000) % 7)
+    plan = WeightedPlan(10_000, 64, 4, seed=7, order=Weighted(np.arange(10_000) % 7))
     assert plan.indices(3, 100, 2)[:5].tolist() == [3089, 2561, 7054, 4170, 4752]
 
 
@@ -262,12 +266,15 @@ def test_epochs_have_one_length():
 )
 def test_unusable_weights_are_refused(weights, words):
     with pytest.raises(DataError, match=words):
-        WeightedPlan(3, 2, 2, 0, weights=weights)
+        WeightedPlan(3, 2, 2, 0, order=Weighted(weights))
 
 
 def test_plans_are_told_apart():
     described = [
-        *(WeightedPlan(4, 2, 2, 0, weights=weights) for weights in ([1, 1, 1, 1], [1, 1, 1, 2])),
+        *(
+            WeightedPlan(4, 2, 2, 0, order=Weighted(weights))
+            for weights in ([1, 1, 1, 1], [1, 1, 1, 2])
+        ),
         *(OrderedPlan(4, 2, 2, 0, order=order) for order in ([0, 1], [1, 0], [0, 1, 2])),
     ]
     assert len({str(plan.describe()) for plan in described}) == len(described)
@@ -282,7 +289,7 @@ def train(epochs=2, **options):
         model = run.replicate(torch.nn.Linear(3, 10))
         data = torch.utils.data.TensorDataset(torch.ones(12, 3))
         options = {name: make(run) for name, make in options.items()}
-        batch_size = None if "lengths" in options else 4
+        batch_size = None if isinstance(options.get("order"), ss.ByLength) else 4
         for batch in run.batches(data, batch_size, epochs=epochs, **options):
             run.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
         return run.step
@@ -292,39 +299,37 @@ DIFFERENT = {
     "orders": {"order": lambda run: [run.rank, 1, 2, 3]},
     "lengths of orders": {"order": lambda run: range(4 + 2 * run.rank)},
     "orders of epoch 1": {"order": lambda run: lambda epoch: [epoch * run.rank, 1, 2, 3]},
-    "weights": {"weights": lambda run: [1] * 11 + [run.rank]},
-    "lengths": {
-        "lengths": lambda run: [2] * 11 + [1 + run.rank],
-        "max_tokens": lambda run: 4,
-    },
-    "options": {"drop_last": lambda run: run.is_main},
+    "weights": {"order": lambda run: ss.Weighted([1] * 11 + [run.rank])},
+    "lengths": {"order": lambda run: ss.ByLength([2] * 11 + [1 + run.rank], max_tokens=4)},
+    "drop_last": {"drop_last": lambda run: run.is_main},
 }
 
 
-@pytest.mark.parametrize("options", DIFFERENT.values(), ids=DIFFERENT)
-def test_workers_with_different_plans_are_refused(options):
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_workers_with_different_plans_are_refused(name):
+    options = DIFFERENT[name]
     outcomes = try_workers(lambda: train(**options), 2)
     assert [type(outcome.error) for outcome in outcomes] == [DataError] * 2
     first, second = (str(outcome.error) for outcome in outcomes)
     assert first == second
-    epoch = int(options is DIFFERENT["orders of epoch 1"])
+    epoch = int(name == "orders of epoch 1")
     assert f"different data: the plan of loop 'train' in epoch {epoch} is " in first
-    assert f"{next(iter(options))}=" in first
+    assert f"{name if name in {'weights', 'lengths'} else next(iter(options))}=" in first
     assert " on worker 1 " in first
     assert "weights = run.broadcast(weights)" in first
 
 
 def test_weights_of_rank_0_are_the_same_on_all_workers():
-    def weights(run):
-        return run.broadcast(np.random.default_rng().random(12).tolist())
+    def order(run):
+        return ss.Weighted(run.broadcast(np.random.default_rng().random(12).tolist()))
 
-    assert run_workers(lambda: train(weights=weights), 2) == [6, 6]
+    assert run_workers(lambda: train(order=order), 2) == [6, 6]
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda values: WeightedPlan(len(values), 256, 4, 0, weights=values),
+        lambda values: WeightedPlan(len(values), 256, 4, 0, order=Weighted(values)),
         lambda values: OrderedPlan(len(values), 256, 4, 0, order=values),
     ],
     ids=["weights", "order"],

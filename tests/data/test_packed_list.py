@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.batch import PackedList, pack_small_items
+from samestep.data.batch import PackedList
 from samestep.data.loader import Request, load
 from samestep.errors import DataError
 
@@ -69,28 +69,6 @@ def test_an_item_that_cannot_be_packed_is_named():
         PackedList([0, (torch.zeros(2), 1)])
     with pytest.raises(DataError, match="item 2, function, cannot be packed: "):
         PackedList([0, 1, lambda: None])
-
-
-def test_only_lists_of_small_objects_are_packed_automatically():
-    records = [{"path": str(number)} for number in range(1000)]
-    for dataset in (records, tuple(records)):
-        packed = pack_small_items(dataset)
-        assert isinstance(packed, PackedList)
-        assert list(packed) == records
-
-    class Own(list):
-        pass
-
-    for dataset in (
-        Own(records),
-        [bytes(100_000)] * 10,
-        [np.zeros(10_000)] * 3,
-        [(torch.zeros(1), 1)] * 3,
-        [*records, lambda: None],
-        [],
-        range(9),
-    ):
-        assert pack_small_items(dataset) is dataset
 
 
 class Records:

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 import samestep as ss
 from samestep import storage
 from samestep.data import shards
-from samestep.data.shards import ShardCache, ShardedDataset, ShardOrder, ShardPlan
+from samestep.data.orders import ShardOrder, ShardPlan
+from samestep.data.shards import ShardCache, ShardedDataset
 from samestep.errors import ConfigError, DataError
 from samestep.step.layout import lanes_of
 from tests.data.test_own_order import read_by

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.plan import TokenPlan
+from samestep.data.orders import ByLength, TokenPlan
 from samestep.errors import ConfigError, DataError
 from tests.data.test_own_order import read_by
 from tests.data.test_plan import assert_pure, lane_batches, samples
@@ -22,11 +22,9 @@ def plans(draw):
     """Return a function that makes the same plan again, and its lengths."""
     lengths = draw(st.lists(st.integers(1, 200), min_size=1, max_size=80))
     lanes, seed = draw(st.integers(4, 12)), draw(st.integers(0, 2**63 - 1))
-    options = {
-        "max_tokens": draw(st.integers(max(lengths), 2000)),
-        "shuffle": draw(st.booleans()),
-    }
-    return lambda: TokenPlan(len(lengths), lanes, seed, lengths=lengths, **options), lengths
+    order = ByLength(lengths, max_tokens=draw(st.integers(max(lengths), 2000)))
+    shuffle = draw(st.booleans())
+    return lambda: TokenPlan(len(lengths), lanes, seed, shuffle=shuffle, order=order), lengths
 
 
 @given(plans())
@@ -73,7 +71,7 @@ def lengths_of_text(size):
 
 def test_little_is_padding():
     lengths = lengths_of_text(50_000)
-    steps = lane_batches(TokenPlan(50_000, 8, 3, lengths=lengths, max_tokens=4096), 0)
+    steps = lane_batches(TokenPlan(50_000, 8, 3, order=ByLength(lengths, max_tokens=4096)), 0)
     lanes = [lane for lane in chain(*steps) if lane]
     padded = np.array([len(lane) * lengths[lane].max() for lane in lanes])
     assert 1 - lengths.sum() / padded.sum() < 0.06
@@ -81,7 +79,7 @@ def test_little_is_padding():
 
 
 def test_epochs_have_other_batches_in_another_order():
-    plan = TokenPlan(1000, 4, 3, lengths=[100] * 500 + [10] * 500, max_tokens=1000)
+    plan = TokenPlan(1000, 4, 3, order=ByLength([100] * 500 + [10] * 500, max_tokens=1000))
     first, second = (
         [frozenset(lane) for lane in chain(*lane_batches(plan, epoch)) if lane] for epoch in (0, 1)
     )
@@ -92,14 +90,14 @@ def test_epochs_have_other_batches_in_another_order():
 
 
 def test_without_shuffle_the_longest_samples_come_first():
-    plan = TokenPlan(5, 2, 0, lengths=[2, 9, 5, 9, 1], max_tokens=18, shuffle=False)
+    plan = TokenPlan(5, 2, 0, order=ByLength([2, 9, 5, 9, 1], max_tokens=18), shuffle=False)
     assert lane_batches(plan, 0) == lane_batches(plan, 1) == [[[1, 3], [2, 0, 4]]]
 
 
 def test_token_batches_never_change():
     """A run that resumes under another version must get the same samples."""
     lengths = 1 + np.arange(10_000) * 7919 % 500
-    plan = TokenPlan(10_000, 4, 7, lengths=lengths, max_tokens=4096)
+    plan = TokenPlan(10_000, 4, 7, order=ByLength(lengths, max_tokens=4096))
     assert plan.steps_per_epoch == 166
     assert plan.indices(3, 100, 2)[:5].tolist() == [8099, 2420, 7852, 3266, 3945]
 
@@ -111,12 +109,16 @@ def test_lengths_may_be_of_any_type():
         torch.tensor([3, 1, 2], dtype=torch.int32),
     ]
     described = [
-        TokenPlan(3, 2, 0, lengths=lengths, max_tokens=4).describe() for lengths in given_as
+        TokenPlan(3, 2, 0, order=ByLength(lengths, max_tokens=4)).describe() for lengths in given_as
     ]
     assert described == 3 * [described[0]]
-    for changed in ({"lengths": [3, 2, 1]}, {"max_tokens": 5}, {"shuffle": False}):
-        options = {"lengths": [3, 1, 2], "max_tokens": 4, **changed}
-        assert TokenPlan(3, 2, 0, **options).describe() != described[0]
+    same, others = [3, 1, 2], ByLength([3, 2, 1], max_tokens=4)
+    for plan in (
+        TokenPlan(3, 2, 0, order=others),
+        TokenPlan(3, 2, 0, order=ByLength(same, max_tokens=5)),
+        TokenPlan(3, 2, 0, order=ByLength(same, max_tokens=4), shuffle=False),
+    ):
+        assert plan.describe() != described[0]
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,14 @@ def test_lengths_may_be_of_any_type():
 )
 def test_unusable_lengths_are_refused(lengths, max_tokens, error, words):
     with pytest.raises(error, match=words):
-        TokenPlan(3, 2, 0, lengths=lengths, max_tokens=max_tokens)
+        TokenPlan(3, 2, 0, order=ByLength(lengths, max_tokens=max_tokens))
 
 
 def test_memory_is_8_bytes_per_sample():
     lengths = lengths_of_text(10**6)
     tracemalloc.start()
     try:
-        plan = TokenPlan(10**6, 8, 0, lengths=lengths, max_tokens=4096)
+        plan = TokenPlan(10**6, 8, 0, order=ByLength(lengths, max_tokens=4096))
         plan.indices(0, plan.steps_per_epoch - 1, 0)
         kept, peak = tracemalloc.get_traced_memory()
     finally:

@@ -22,6 +22,8 @@ PUBLIC = [
     ss.Run,
     ss.Means,
     ss.PackedList,
+    ss.Weighted,
+    ss.ByLength,
     ss.ShardOrder,
     ss.ShardedDataset,
     ss.Metric,

@@ -101,18 +101,18 @@ ORDERS = [list(range(first, 101)) + list(range(first)) for first in (0, 50)]
 
 
 @pytest.mark.parametrize(
-    "options", [{"weights": WEIGHTS}, {"order": ORDERS.__getitem__}], ids=["weights", "order"]
+    "order", [ss.Weighted(WEIGHTS), ORDERS.__getitem__], ids=["weights", "order"]
 )
-def test_own_samples_resume_in_mid_epoch_on_another_number_of_workers(options, tmp_path):
-    expected = left_by(partial(image_job, **options), tmp_path / "whole", 1, lanes=8)
-    killed = partial(image_job, **options, hook=kill_at(6, 1), loader_workers=1)
+def test_own_samples_resume_in_mid_epoch_on_another_number_of_workers(order, tmp_path):
+    expected = left_by(partial(image_job, order=order), tmp_path / "whole", 1, lanes=8)
+    killed = partial(image_job, order=order, hook=kill_at(6, 1), loader_workers=1)
     try_workers(train, 2, killed, tmp_path / "parts")
-    assert left_by(partial(image_job, **options), tmp_path / "parts", 1) == expected
+    assert left_by(partial(image_job, order=order), tmp_path / "parts", 1) == expected
     assert 4 < events(tmp_path / "parts", "resumed")[0]["step"] < STEPS
 
 
 # two epochs of five steps with 33 lane batches: the last step leaves seven of eight lanes empty
-TOKENS = {"batch_size": None, "lengths": WEIGHTS, "max_tokens": 10}
+TOKENS = {"batch_size": None, "order": ss.ByLength(WEIGHTS, max_tokens=10)}
 
 
 def test_token_batches_resume_in_mid_epoch_on_another_number_of_workers(tmp_path):
@@ -221,7 +221,7 @@ def test_lanes_and_seed_cannot_change(options, error, words, stopped_at):
         ({"batch_size": 16}, "step 2 of epoch 0.*batch_size=32.*batch_size=16"),
         ({"shuffle": False}, "shuffle=True.*shuffle=False"),
         ({"drop_last": True}, "drop_last=False.*drop_last=True"),
-        ({"weights": WEIGHTS}, "weights=None, got weights=[0-9a-f]{16}"),
+        ({"order": ss.Weighted(WEIGHTS)}, "weights=None, got weights=[0-9a-f]{16}"),
         ({"order": range(101)}, "order=None.*order=[0-9a-f]{16}"),
         (TOKENS, "lengths=None, max_tokens=None, got .*lengths=[0-9a-f]{16}, max_tokens=10"),
     ],

@@ -324,8 +324,6 @@ def steps_left(steps: int | None, done: int) -> int | None:
 
 
 Item = TypeVar("Item")
-PAGE_BYTES: Final = 4096
-SAMPLED_ITEMS: Final = 256  # to estimate the size of the others
 
 
 class PackedList(Sequence[Item]):
@@ -381,21 +379,6 @@ class PackedList(Sequence[Item]):
         data = self._block[self._starts[number] : self._starts[number + 1]]
         item: Item = pickle.loads(data)  # noqa: S301 (bytes pickled above, in this memory)
         return item
-
-
-def pack_small_items(dataset: Any) -> Any:
-    """Return a plain list or tuple of small objects as a `PackedList`, other data sets unchanged.
-
-    An item larger than a page is not packed: buffers have no reference count, so loader processes
-    share most of its memory.
-    """
-    if type(dataset) not in {list, tuple}:
-        return dataset
-    try:
-        sample = PackedList(dataset[:: max(1, len(dataset) // SAMPLED_ITEMS)])
-        return PackedList(dataset) if sample.nbytes < PAGE_BYTES * len(sample) else dataset
-    except DataError:
-        return dataset
 
 
 class _Packer(pickle.Pickler):

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from samestep.data.agreement import DataCheck, Sample, Use, digest
-from samestep.data.batch import Batch, Incomplete, pack_small_items
+from samestep.data.batch import Batch, Incomplete
 from samestep.data.generators import ForeignGenerators
 from samestep.data.plan import Plan
 from samestep.data.random_state import key
@@ -198,7 +198,7 @@ def load(
     `loader_workers` processes fetch `ahead` requests ahead, and at least two each. Raises
     `LoaderError` if fetching fails or a loader process dies.
     """
-    fetcher = Fetcher(pack_small_items(dataset) if loader_workers > 0 else dataset, collate_fn)
+    fetcher = Fetcher(dataset, collate_fn)
     if loader_workers == 0 and not pin_memory:
         yield from (fetcher[request] for request in requests)
         return

@@ -5,24 +5,19 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
-from functools import cached_property, lru_cache, partial
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import ceil
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from samestep.data.random_state import Permutation, key, keyed, uniform
+from samestep.data.random_state import Permutation, key
 from samestep.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
-Order = ArrayLike | Callable[[int], ArrayLike]  # indices, or a function of the epoch
-
-CACHED_EPOCHS: Final = 4  # orders that are kept: loading ahead may begin the next epochs
-ALIKE: Final = 0.9  # samples from this share of the longest one's tokens may share a lane batch
 
 
 @dataclass
@@ -112,98 +107,6 @@ class ShuffledPlan(Plan):
 
 
 @dataclass(kw_only=True)
-class WeightedPlan(ShuffledPlan):
-    """As many draws per epoch as there are samples, with replacement and in proportion to weights.
-
-    Needs 8 bytes per sample: the cumulative weights, which are summed from the first to the last in
-    float64. A position's draw depends only on seed, epoch and position.
-    """
-
-    weights: InitVar[ArrayLike]
-
-    def __post_init__(self, weights: ArrayLike) -> None:
-        super().__post_init__()
-        array = checked_array(weights, "weights", "numbers", "biuf").astype(np.float64)
-        if len(array) != self.size:
-            raise DataError(
-                f"weights has {len(array)} entries for {self.size} samples; pass one weight per"
-                " sample"
-            )
-        low, high = array.min(), array.max()
-        if not (low >= 0 and high < np.inf):
-            index = int(np.argmin((array >= 0) & (array < np.inf)))
-            raise DataError(
-                "weights must be finite numbers of at least 0, "
-                f"got {array[index]} for sample {index}"
-            )
-        if high == 0:
-            raise DataError("weights are all 0; at least one sample needs a larger weight")
-        array /= high  # the sum is then 1 to `size`
-        self._cumulative = np.cumsum(array, out=array)
-        self._digest = array_digest(self._cumulative)
-
-    def _span(self, epoch: int, start: int, stop: int) -> Indices:
-        draws = uniform(key(self.seed, "weights", epoch), np.arange(start, stop))
-        draws *= self._cumulative[-1]  # below the sum, even when rounded: the sum is at least 1
-        indices: Indices = np.searchsorted(self._cumulative, draws, side="right")
-        return indices
-
-    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
-        return {**super().describe(epoch), "weights": self._digest}
-
-
-@dataclass(kw_only=True)
-class OrderedPlan(ShuffledPlan):
-    """An order of the user's own: indices for all epochs, or a function that returns an epoch's.
-
-    Needs 8 bytes per index, for a function those of `CACHED_EPOCHS` epochs. All epochs have the
-    length of epoch 0. While the function runs, the global generators are seeded for the epoch.
-    """
-
-    order: InitVar[Order]
-
-    def __post_init__(self, order: Order) -> None:
-        self._check()
-        self._read: Callable[[int], tuple[Indices, str]]
-        if callable(order):
-            call = partial(_call, order, self.size, self.seed)
-            self._read = lru_cache(CACHED_EPOCHS)(call)
-            if call(0)[1] != self._read(0)[1]:
-                raise DataError(
-                    "order(0) returned other indices when it was called again; a resumed run"
-                    " must get the same indices, so make it a function of the epoch alone, such as"
-                    " lambda epoch: numpy.random.default_rng(epoch).permutation(100)"
-                )
-        else:
-            indices_and_digest = _checked(order, "order", self.size)
-            self._read = lambda _: indices_and_digest
-        self._length = len(self._read(0)[0])
-        super().__post_init__()
-
-    @property
-    def samples(self) -> int:
-        return self._length
-
-    def _span(self, epoch: int, start: int, stop: int) -> Indices:
-        return self._of(epoch)[0][start:stop]
-
-    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
-        return {**super().describe(epoch), "order": self._of(epoch)[1]}
-
-    def _of(self, epoch: int) -> tuple[Indices, str]:
-        """Return an epoch's indices and their digest."""
-        order = self._read(epoch)
-        if len(order[0]) != self._length:
-            raise DataError(
-                f"order({epoch}) has {len(order[0])} indices and order(0) has {self._length}; all"
-                " epochs of a loop must have the same number. For epochs of different lengths,"
-                " write a loop per epoch: for epoch in range(run.epoch, epochs), with"
-                " run.batches(..., order=indices of that epoch) in it"
-            )
-        return order
-
-
-@dataclass(kw_only=True)
 class ChunkedPlan(Plan):
     """Lane batches that are chunks of one group each, and each sample once, in O(size) memory.
 
@@ -238,7 +141,8 @@ class ChunkedPlan(Plan):
         members = self._members[group]
         positions = np.arange(start, min(start + int(self._chunk[group]), len(members)))
         if self.shuffle:
-            positions = _group_order(len(members), self.seed, group, epoch)[positions]
+            order = small_permutation(len(members), self.seed, f"group {group}", epoch)
+            positions = order[positions]
         return members[positions]
 
     def _chunks(self, epoch: int, step: int) -> tuple[Indices, Indices]:
@@ -268,66 +172,15 @@ class GroupedPlan(ChunkedPlan):
         return {**super().describe(epoch), "groups": len(self._members)}
 
 
-@dataclass(kw_only=True)
-class TokenPlan(ChunkedPlan):
-    """Lane batches of samples of similar lengths, with at most `max_tokens` tokens after padding.
-
-    Groups are made from the longest sample down. With L tokens in its longest sample, a group has
-    all left of at least `ALIKE` L tokens and is cut into chunks of max_tokens // L samples; the
-    next shorter samples fill its last one. The number of chunks is thus the same in every epoch,
-    and only the chunk of the shortest samples may have fewer. Each step has one chunk per lane.
-    """
-
-    batch_size: int = field(init=False, default=1)  # the average of the steps, rounded up
-    max_tokens: int
-    lengths: InitVar[ArrayLike]
-
-    def __post_init__(self, lengths: ArrayLike) -> None:
-        self._check()
-        check_positive("max_tokens", self.max_tokens, "for each lane batch, with its padding")
-        array = checked_array(lengths, "lengths", "whole numbers", "iu")
-        if len(array) != self.size:
-            raise DataError(
-                f"lengths has {len(array)} entries for {self.size} samples; pass the number of"
-                " tokens of each sample"
-            )
-        if (low := array.min()) < 1:
-            sample = int(array.argmin())
-            raise DataError(f"lengths must be at least 1, got {low} for sample {sample}")
-        if (high := array.max()) > self.max_tokens:
-            raise DataError(
-                f"sample {int(array.argmax())} has {high} tokens, more than"
-                f" max_tokens={self.max_tokens}; increase max_tokens, or truncate or leave out"
-                " longer samples"
-            )
-        negative = -array.astype(np.int64)
-        self._digest = array_digest(negative)
-        order = np.argsort(negative, kind="stable")
-        negative = negative[order]  # ascending, as searchsorted needs
-        members, chunks, start = [], [], 0
-        while start < self.size:
-            longest = -int(negative[start])
-            chunk = min(self.max_tokens // longest, self.size)
-            alike = int(np.searchsorted(negative, -ceil(ALIKE * longest), side="right")) - start
-            stop = start - -alike // chunk * chunk
-            members.append(order[start:stop])
-            chunks.append(chunk)
-            start = stop
-        self._cut(members, chunks, self.lanes)
-        self.batch_size = -(-self.size // self.steps_per_epoch)
-
-    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
-        return {**super().describe(epoch), "lengths": self._digest}
-
-
 @lru_cache(maxsize=8)  # an order in use holds tables and blocks of a few MiB
 def _order(size: int, seed: int, scope: str, epoch: int) -> Permutation:
     return Permutation(size, key(seed, scope, epoch))
 
 
-@lru_cache(maxsize=64)
-def _group_order(size: int, seed: int, group: int, epoch: int) -> Permutation:
-    return Permutation(size, key(seed, f"group {group}", epoch))
+@lru_cache(maxsize=128)  # of groups, or several for each lane of a worker
+def small_permutation(size: int, seed: int, scope: str, *numbers: int) -> Permutation:
+    """Return a permutation of part of the samples that depends on all arguments."""
+    return Permutation(size, key(seed, scope, *numbers))
 
 
 def _members(groups: GroupBy, size: int) -> list[Indices]:
@@ -352,34 +205,6 @@ def _members(groups: GroupBy, size: int) -> list[Indices]:
                 f"group_by must return hashable values, got {group!r} for sample {index}"
             ) from None
     return [np.asarray(indices, dtype=np.int64) for indices in members.values()]
-
-
-def _call(
-    order: Callable[[int], ArrayLike], size: int, seed: int, epoch: int
-) -> tuple[Indices, str]:
-    """Return the checked indices of an epoch, and their digest."""
-    try:
-        with keyed(key(seed, "order", epoch)):
-            indices = order(epoch)
-    except Exception as error:
-        message = f"order({epoch}) failed: {type(error).__name__}: {error}"
-        raise DataError(message) from error
-    return _checked(indices, f"order({epoch})", size)
-
-
-def _checked(values: ArrayLike, name: str, size: int) -> tuple[Indices, str]:
-    """Return indices as a read-only copy and their digest; raise `DataError` for unusable ones."""
-    array = checked_array(values, name, "whole numbers", "iu")
-    outside = (array < 0) | (array >= size)
-    if outside.any():
-        position = int(outside.argmax())
-        raise DataError(
-            f"{name} must have indices from 0 to {size - 1}, got {array[position]} at position"
-            f" {position}"
-        )
-    indices = array.astype(np.int64)
-    indices.flags.writeable = False
-    return indices, array_digest(indices)
 
 
 def checked_array(values: Any, name: str, of: str, kinds: str) -> NDArray[Any]:

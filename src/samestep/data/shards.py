@@ -10,27 +10,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import InitVar, dataclass
-from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import xxhash
-from numpy.typing import ArrayLike
 from torch.utils.data import Dataset, default_collate
 
 from samestep.data.batch import PackedList
-from samestep.data.plan import (
-    CACHED_EPOCHS,
-    Indices,
-    ShuffledPlan,
-    array_digest,
-    check_positive,
-    checked_array,
-)
-from samestep.data.random_state import Permutation, key
+from samestep.data.orders import ShardOrder
+from samestep.data.plan import check_positive, small_permutation
+from samestep.data.random_state import key
 from samestep.errors import ConfigError, DataError
 from samestep.storage import Storage, StorageError, sync
 
@@ -41,111 +31,6 @@ PASSES: Final = 50  # passes without any sample before the shards count as empty
 Place = tuple[int, int]  # of a sample in a stream: the number of its shard, and in the shard
 _END: Final = object()
 _NOTE: Final = re.compile(rb"(\d+) ([0-9a-f]{16})")
-
-
-class ShardOrder:
-    """A random order for `run.batches(order=...)` that reads few shards at a time.
-
-    Every epoch shuffles the shards and gives each lane its share of them. A lane shuffles the
-    samples of `window` shards, uses them, and goes on to the next ones. So a worker reads only the
-    shards of its own lanes, at most `2 * window` of each lane in a step, and every sample is used
-    once per epoch. The order depends on the seed, the epoch and the number of lanes. It needs a few
-    bytes per shard.
-
-    Args:
-        sizes: Number of samples of each shard, in the order of the data set.
-        window: Number of shards whose samples a lane mixes.
-
-    Raises:
-        ConfigError: `window` is not a whole number of at least 1.
-        DataError: `sizes` are not whole numbers of at least 0.
-
-    Example:
-        >>> order = ss.ShardOrder([1000, 1000, 500], window=2)
-        >>> int(order.sizes.sum())
-        2500
-    """
-
-    def __init__(self, sizes: ArrayLike, window: int = 8) -> None:
-        check_positive("window", window, "of shards")
-        self.window = window
-        self.sizes: Indices = checked_array(sizes, "sizes", "whole numbers", "iu").astype(np.int64)
-        if (low := self.sizes.min()) < 0:
-            raise DataError(
-                f"sizes must be at least 0, got {low} for shard {int(self.sizes.argmin())}"
-            )
-
-
-@dataclass(kw_only=True)
-class ShardPlan(ShuffledPlan):
-    """The plan of a `ShardOrder`.
-
-    The samples of the shuffled shards are numbered from 0. Each lane has a range of these numbers,
-    as long as its number of samples in an epoch, so lanes share at most the shards at the ends.
-    """
-
-    order: InitVar[ShardOrder]
-
-    def __post_init__(self, order: ShardOrder) -> None:
-        self._sizes, self._window = order.sizes, order.window
-        if (total := int(self._sizes.sum())) != self.size:
-            raise DataError(
-                f"order has shards with {total} samples in all for a data set with {self.size};"
-                " pass the number of samples of each shard to ShardOrder"
-            )
-        super().__post_init__()
-        self._first_sample = np.cumsum(self._sizes) - self._sizes
-        full_steps, rest = divmod(self.samples, self.batch_size)
-        last = [0] * self.lanes if self.drop_last else self._deal(rest)
-        lengths = [
-            full_steps * full + more for full, more in zip(self._full_counts, last, strict=True)
-        ]
-        self._lane_start = [0, *accumulate(lengths)]
-        self._digest = array_digest(np.append(self._sizes, self._window))
-        self._shards = lru_cache(CACHED_EPOCHS)(self._shuffled)
-
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
-        shards, starts = self._shards(epoch)
-        begin, end = self._lane_start[lane : lane + 2]
-        at = begin + step * self._full_counts[lane]
-        stop = at + self.counts(epoch, step)[lane]
-        # lanes start within a window, so that they do not all begin new ones in the same step
-        origin = int(np.searchsorted(starts, begin, side="right")) - 1 - lane % self._window
-        spans = [np.empty(0, dtype=np.int64)]
-        while at < stop:
-            shard = int(np.searchsorted(starts, at, side="right")) - 1
-            number = (shard - origin) // self._window
-            first = origin + number * self._window
-            low = max(begin, int(starts[max(0, first)]))
-            high = min(end, int(starts[min(first + self._window, len(shards))]))
-            order = _order(high - low, self.seed, "window", epoch, lane, number)
-            until = min(stop, high)
-            spans.append(low + order.span(at - low, until - low))
-            at = until
-        numbers = np.concatenate(spans)
-        places = np.searchsorted(starts, numbers, side="right") - 1
-        offsets = numbers - starts[places]
-        # lanes share the shards at their ends, of which each gets random samples
-        for end_place in set(np.searchsorted(starts, [begin, end - 1], side="right") - 1):
-            shard, is_in_shard = int(shards[end_place]), places == end_place
-            if is_in_shard.any():
-                order = _order(int(self._sizes[shard]), self.seed, "shard", epoch, shard)
-                offsets[is_in_shard] = order[offsets[is_in_shard]]
-        return self._first_sample[shards[places]] + offsets
-
-    def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
-        return {**super().describe(epoch), "order": self._digest}
-
-    def _shuffled(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return the shards in an epoch's order, and the number of each one's first sample."""
-        order = Permutation(len(self._sizes), key(self.seed, "shards", epoch))
-        shards = order[np.arange(len(order))]
-        return shards, np.concatenate([[0], np.cumsum(self._sizes[shards])])
-
-
-@lru_cache(maxsize=128)  # several for each lane of a worker
-def _order(size: int, seed: int, scope: str, *numbers: int) -> Permutation:
-    return Permutation(size, key(seed, scope, *numbers))
 
 
 class ShardedDataset(Dataset[Any]):
@@ -416,7 +301,8 @@ class ShardStream:
     def _shard(self, number: int) -> Any:
         """Return this lane's shard of that number, counted over all passes."""
         turn, index = divmod(self._lane + number * self._lanes, len(self._shards))
-        return self._shards[int(_order(len(self._shards), self._seed, "pass", turn)[index])]
+        order = small_permutation(len(self._shards), self._seed, "pass", turn)
+        return self._shards[int(order[index])]
 
 
 class ShardCache:

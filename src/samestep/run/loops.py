@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import wraps
 from inspect import signature
 from typing import Any, Final, ParamSpec, TypeVar
 
-from numpy.typing import ArrayLike
-
 from samestep.data.batch import Batch, LaneStream, steps_left, stream_batches
-from samestep.data.loader import size_of
-from samestep.data.plan import (
-    GroupBy,
-    GroupedPlan,
-    Order,
-    OrderedPlan,
-    Plan,
-    ShuffledPlan,
-    TokenPlan,
-    WeightedPlan,
-    check_end,
-)
-from samestep.data.shards import ShardOrder, ShardPlan
+from samestep.data.plan import Plan, check_end
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
@@ -38,9 +24,10 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 OWN_ORDER: Final = (
     "samestep selects the samples, so that they are the same at any number of workers; run.batches"
-    " has weights= (draws with replacement), order= (indices, or a function of the epoch),"
-    " shuffle=, group_by=, and lengths= with max_tokens=, and run.evaluate uses each sample once"
+    " has order= (indices, a function of the epoch, ss.Weighted, ss.ByLength or ss.ShardOrder),"
+    " shuffle= and group_by=, and run.evaluate uses each sample once"
 )
+BY_LENGTH: Final = "write order=ss.ByLength(lengths, max_tokens=...) in run.batches"
 LOADER_PROCESSES: Final = "loader_workers= starts the loader processes, which need no other option"
 INSTEAD: Final = {
     "sampler": OWN_ORDER,
@@ -52,6 +39,9 @@ INSTEAD: Final = {
     "persistent_workers": LOADER_PROCESSES,
     "prefetch_factor": LOADER_PROCESSES,
     "worker_init_fn": "all generators are seeded for each lane batch; " + LOADER_PROCESSES,
+    "weights": "write order=ss.Weighted(weights) in run.batches",
+    "lengths": BY_LENGTH,
+    "max_tokens": BY_LENGTH,
     "pin_memory": "batches are pinned automatically if the device is a GPU",
 }
 
@@ -59,7 +49,7 @@ INSTEAD: Final = {
 def without_loader_options(
     method: Callable[Parameters, Returned],
 ) -> Callable[Parameters, Returned]:
-    """Make a method raise `ConfigError` for a DataLoader's option that it does not have."""
+    """Make a method raise `ConfigError` for options of `INSTEAD` that it does not have."""
     missing = INSTEAD.keys() - signature(method).parameters.keys()
 
     @wraps(method)
@@ -255,78 +245,3 @@ class StreamLoop(Loop):
         self._progress.complete_left_step()
         left = steps_left(self.steps, self._position.done)
         return self._run(stream_batches(self._streams, self._lanes, left))
-
-
-def make_plan(
-    dataset: Any,
-    batch_size: int | None,
-    lanes: int,
-    seed: int,
-    *,
-    shuffle: bool,
-    drop_last: bool,
-    group_by: GroupBy | None,
-    weights: ArrayLike | None,
-    order: Order | ShardOrder | None,
-    lengths: ArrayLike | None,
-    max_tokens: int | None,
-) -> Plan:
-    """Return the assignment of a map-style data set's samples to steps and lanes."""
-    size = size_of(dataset)
-    selectors = {"group_by": group_by, "weights": weights, "order": order, "lengths": lengths}
-    chosen = [name for name, value in selectors.items() if value is not None]
-    if len(chosen) > 1:
-        raise ConfigError(
-            f"{' and '.join(chosen)} cannot be used together, because each of them selects the"
-            " samples of a batch; leave out all but one"
-        )
-    if lengths is not None or max_tokens is not None:
-        excluded = {"batch_size": batch_size is not None, "drop_last": drop_last}
-        return _token_plan(size, lanes, seed, lengths, max_tokens, excluded, shuffle=shuffle)
-    if batch_size is None:
-        raise ConfigError(
-            "batch_size must be a whole number of at least 1 (for all lanes together), got None;"
-            " pass it, or lengths and max_tokens"
-        )
-    sizes = size, batch_size, lanes, seed  # what every plan needs
-    if weights is not None:
-        if not shuffle:
-            raise ConfigError(
-                "shuffle=False cannot be used with weights, because weights draw samples at random;"
-                " leave out one of the two"
-            )
-        return WeightedPlan(*sizes, drop_last=drop_last, weights=weights)
-    if isinstance(order, ShardOrder):
-        return ShardPlan(*sizes, drop_last=drop_last, order=order)
-    if order is not None:
-        return OrderedPlan(*sizes, shuffle=False, drop_last=drop_last, order=order)
-    if group_by is None:
-        return ShuffledPlan(*sizes, shuffle=shuffle, drop_last=drop_last)
-    if drop_last:
-        raise ConfigError(
-            "drop_last cannot be used with group_by, because any grouped batch may be short; "
-            "leave out one of the two"
-        )
-    return GroupedPlan(*sizes, shuffle=shuffle, groups=group_by)
-
-
-def _token_plan(
-    size: int,
-    lanes: int,
-    seed: int,
-    lengths: ArrayLike | None,
-    max_tokens: int | None,
-    excluded: Mapping[str, bool],
-    *,
-    shuffle: bool,
-) -> TokenPlan:
-    if lengths is None or max_tokens is None:
-        present, missing = ("lengths", "max_tokens")[:: 1 if max_tokens is None else -1]
-        raise ConfigError(f"{present} needs {missing} as well; pass both, or batch_size instead")
-    for name, is_given in excluded.items():
-        if is_given:
-            raise ConfigError(
-                f"{name} cannot be used with max_tokens, which bounds each lane batch; leave out"
-                " one of the two"
-            )
-    return TokenPlan(size, lanes, seed, shuffle=shuffle, max_tokens=max_tokens, lengths=lengths)

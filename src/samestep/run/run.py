@@ -10,22 +10,21 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from numpy.typing import ArrayLike
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.batch import Batch
-from samestep.data.loader import plan_batches
-from samestep.data.plan import GroupBy, Order
+from samestep.data.loader import plan_batches, size_of
+from samestep.data.orders import Order, make_plan
+from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
-from samestep.data.shards import ShardOrder
 from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.metrics import Means
-from samestep.run.loops import PlannedLoop, StreamLoop, make_plan, without_loader_options
+from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
 from samestep.run.session import Session
@@ -222,10 +221,7 @@ class Run(Collectives, Recording):
         collate_fn: Collate | None = None,
         loader_workers: int = 0,
         group_by: GroupBy | None = None,
-        weights: ArrayLike | None = None,
-        order: Order | ShardOrder | None = None,
-        lengths: ArrayLike | None = None,
-        max_tokens: int | None = None,
+        order: Order | None = None,
         name: str = "train",
     ) -> PlannedLoop:
         """Return a loop over the global batches of a map-style data set, one per step.
@@ -237,37 +233,30 @@ class Run(Collectives, Recording):
         Args:
             dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
             batch_size: Samples in a global batch, over all lanes and workers. Leave it out with
-                `max_tokens`.
+                `ByLength`.
             epochs: Total number of epochs, over all resumes and calls with this name.
             steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch; no effect with
-                `order`.
+                indices, a function or a `ShardOrder`.
             drop_last: Whether to drop a last batch that is short.
             collate_fn: Makes a lane batch from a list of samples; default: torch's. It may drop
                 some, such as those that are None.
             loader_workers: Number of processes that load ahead; 0 loads in this process.
             group_by: The group of each sample, or a function of its index. All samples of a lane
                 batch are then of one group.
-            weights: Finite numbers of at least 0, one per sample. An epoch then draws as many
-                samples as the data set has, with replacement, in proportion to their weights.
-                Needs 8 bytes per sample.
-            order: Indices of the samples of every epoch, or a function of the epoch that returns
-                them, of the same length for all epochs. They may repeat or leave out samples. Needs
-                8 bytes per index, for a function those of 4 epochs. The function is called ahead
-                and more than once per epoch, with the global generators seeded for the epoch.
-                Or a `ShardOrder`, which shuffles data in shards and needs a few bytes per shard.
-            lengths: Tokens of each sample: whole numbers of at least 1. Each sample is then used
-                once per epoch, with others of similar lengths. Needs 8 bytes per sample.
-            max_tokens: Largest size of a lane batch, of which there is one per lane in each step:
-                its number of samples times the tokens of its longest one.
+            order: `Weighted` draws with replacement, `ByLength` limits the tokens of lane batches
+                instead of `batch_size`, and `ShardOrder` shuffles data in shards. Or indices of the
+                samples of every epoch, or a function of the epoch that returns them, of the same
+                length for all epochs. They may repeat or leave out samples. Indices need 8 bytes
+                each, for a function those of 4 epochs. It is called ahead and more than once per
+                epoch, with the global generators seeded for the epoch.
             name: Name of the loop, under which its position is saved.
 
         Raises:
             ConfigError: A number is invalid, options contradict each other, or an option of
                 DataLoader is used that is not one of these.
-            DataError: The data set is empty or not map-style; it, its order, weights or lengths
-                changed within an epoch or differ between workers; an order, weights or lengths are
-                unusable; or a sample has more than `max_tokens` tokens.
+            DataError: The data set is empty or not map-style; it or its order changed within an
+                epoch or differs between workers; or an order is unusable.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
@@ -276,17 +265,14 @@ class Run(Collectives, Recording):
             ...     optimizer.zero_grad()
         """
         plan = make_plan(
-            dataset,
+            size_of(dataset),
             batch_size,
             self.lanes,
             key(self.config.seed, f"order {name}"),
             shuffle=shuffle,
             drop_last=drop_last,
             group_by=group_by,
-            weights=weights,
             order=order,
-            lengths=lengths,
-            max_tokens=max_tokens,
         )
         # The loop asks for batches when it is iterated, from its position then.
         batches = partial(
