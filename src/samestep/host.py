@@ -115,6 +115,19 @@ def colored(text: str, color: int, stream: TextIO | None, *, is_terminal: bool =
     return text
 
 
+def printable(text: str) -> str:
+    """Return text of others for a terminal: control characters, but newlines and tabs, as escapes.
+
+    A name in a record or a directory could otherwise move the cursor, or rewrite earlier lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter in "\n\t" or letter.isprintable() else ascii(letter)[1:-1]
+        for letter in text
+    )
+
+
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a Unix socket, as the kernel reports."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

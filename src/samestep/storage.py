@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotErr
 
 T = TypeVar("T")
 
+# neither waits for the other end of a pipe, nor takes a terminal
+_CAREFUL: Final = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # errors that a retry would not change
 _FINAL: Final = (
     FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
@@ -33,6 +36,57 @@ _generator: Final = random.Random()  # the global one belongs to training
 
 class StorageError(SnapshotError, RecordError):
     """The storage did not respond, refused a request, or is full, so its content is unknown."""
+
+
+def open_regular(
+    path: str | Path,
+    flags: int = os.O_RDONLY,
+    *,
+    folder: int | None = None,
+    follows_links: bool = False,
+) -> int:
+    """Open a file that somebody else may have made, and return its descriptor.
+
+    `folder` is the descriptor of the directory that `path` is relative to. Raises `OSError`,
+    without waiting, for anything but a regular file: for a pipe or a device, and for a link unless
+    `follows_links`.
+    """
+    flags |= _CAREFUL if follows_links else _CAREFUL | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o644, dir_fd=folder)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR}:
+            raise _not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path, most: int, *, follows_links: bool = False) -> bytes:
+    """Return the content of a file of at most `most` bytes; see `open_regular`.
+
+    Raises `OSError` for a larger one, and for one that is not regular.
+    """
+    with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
+        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+            return data
+    raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+
+
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """Make a directory unless it exists. Raises `OSError` for a link to one.
+
+    What is written or removed there must not be elsewhere.
+    """
+    path.mkdir(parents=parents, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.EINVAL, "a link, which is not followed", str(path))
 
 
 @contextmanager
@@ -58,7 +112,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a durable file that readers see either complete or not at all."""
     with atomic_path(path) as temporary:
-        temporary.write_bytes(data)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link to another file
+        with os.fdopen(open_regular(temporary, flags), "wb") as file:
+            file.write(data)
 
 
 def sync(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,13 +17,14 @@ from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME
 from samestep.record.files import FOLDER
 from samestep.record.source import Source
-from samestep.storage import write_atomically
+from samestep.storage import make_folder, open_regular, read_regular, write_atomically
 
 FILE: Final = f"{FOLDER}/cursor.json"
 LOCK: Final = f"{FOLDER}/lock"
 FIRST_PAUSE_SECONDS: Final = 1.0  # after a failure; doubles with each further one
 MAX_PAUSE_SECONDS: Final = 30.0
 FINAL_TRIES: Final = 2
+LARGEST_BYTES: Final = 2**20  # of the cursor
 LARGE_BYTES: Final = 2**20  # after a read of this size, more data is probably available
 SLOW_SECONDS: Final = 10.0
 logger: Final = logging.getLogger("samestep")
@@ -36,7 +38,7 @@ class Cursor:
         self._lock = threading.Lock()
         self._positions: dict[str, int] = {}
         with suppress(OSError, RecursionError, ValueError):
-            saved = json.loads(self._path.read_bytes())
+            saved = json.loads(read_regular(self._path, LARGEST_BYTES))
             items = saved.items() if isinstance(saved, dict) else ()
             self._positions = {name: n for name, n in items if type(n) is int and n >= 0}
 
@@ -65,8 +67,8 @@ def lock(directory: Path) -> IO[bytes] | None:
     Raises `RecordError` if the directory is not writable.
     """
     try:
-        (directory / FOLDER).mkdir(exist_ok=True)
-        file = (directory / LOCK).open("ab")
+        make_folder(directory / FOLDER)
+        file = os.fdopen(open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT), "r+b")
     except OSError as error:
         raise RecordError(
             f"{directory / LOCK} cannot be written: {error.strerror}; pass a run's directory"

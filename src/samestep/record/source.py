@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
-from samestep.record.events import FILE_NAME, read_events
+from samestep.record.events import FILE_NAME, LONGEST_LINE, long_line, read_events
 from samestep.record.files import (
     FOLDER,
     LOGS,
@@ -31,6 +31,7 @@ from samestep.storage import Retries, Storage
 
 Files: TypeAlias = LocalFiles | Storage
 READ_BYTES: Final = 4 * 2**20
+LARGEST_IMAGE: Final = 2**28  # bytes; sinks hold one in memory
 MAX_DEPTH: Final = 4  # maximum folder depth searched for runs
 # readers repeat their requests anyway, and a longer wait would delay other runs
 READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
@@ -58,9 +59,8 @@ class Source:
     @cached_property
     def notes(self) -> Notes | None:
         """The tags and the note of the run, None if it is not in a local folder."""
-        with suppress(OSError):
-            if isinstance(self._files, LocalFiles):
-                return Notes(self._files.resolve(self._folder))
+        if isinstance(self._files, LocalFiles):
+            return Notes(self._files.folder / self._folder)
         return None
 
     def version(self) -> object:
@@ -71,6 +71,8 @@ class Source:
             sizes = self._files.sizes(self._folder)
             self._size = sizes.get(FILE_NAME, 0)
             self._chunks = [] if FILE_NAME in sizes else self._list_chunks()
+            if not self._chunks and FILE_NAME not in sizes and isinstance(self._files, LocalFiles):
+                self._files.size(join(self._folder, FILE_NAME))  # raises for a link or a pipe
         return self._size, tuple(self._chunks)
 
     def _list_chunks(self) -> list[EventChunk]:
@@ -108,6 +110,8 @@ class Source:
             data += self._files.read(join(self._folder, path), begin, stop)
             if complete := data.rfind(b"\n") + 1:
                 return data[:complete]
+            if len(data) > LONGEST_LINE:
+                raise long_line(f"{self.location}/{path}")
         return b""
 
     def ends(self, count: int) -> tuple[bytes, bytes]:
@@ -143,6 +147,8 @@ class Source:
         size = self._files.size(file)
         if size is None:
             raise RecordError(f"there is no image at {path!r} of {self.location}")
+        if size > LARGEST_IMAGE:
+            raise RecordError(f"{path} must have at most {LARGEST_IMAGE} bytes, got {size}")
         starts = range(0, size, READ_BYTES)
         return size, (self._files.read(file, at, min(at + READ_BYTES, size)) for at in starts)
 

@@ -131,6 +131,8 @@ class CommitProtocol:
 
         Files that a manifest names stay: an error after the commit damages no snapshot.
         """
+        if self.directory.is_symlink():  # refused: all workers see it
+            return
         # Rank 0 may fail after the commit, such as while it removes parts. The others still wait
         # for that, and would otherwise report a failure of a snapshot that exists.
         if self._is_committed():

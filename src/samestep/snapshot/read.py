@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from samestep.comm.base import World
 from samestep.comm.shared_memory import share_files
 from samestep.errors import SnapshotError
+from samestep.host import printable
 from samestep.snapshot.dcp import write_dcp
 from samestep.snapshot.files import (
     READING,
@@ -41,7 +43,7 @@ from samestep.snapshot.files import (
 )
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.state import restore
-from samestep.storage import atomic_path, sync
+from samestep.storage import atomic_path, open_regular, read_regular, sync
 
 Value = TypeVar("Value")
 
@@ -111,7 +113,7 @@ def _manifest(path: Path) -> Manifest:
     # before reading a file that may be anything
     if (size := file_size(path / NAME)) > LARGEST_BYTES:
         raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
-    manifest = Manifest.from_bytes((path / NAME).read_bytes())
+    manifest = Manifest.from_bytes(read_regular(path / NAME, LARGEST_BYTES))
     # finds truncated files without reading them
     manifest.check_sizes(lambda name: file_size(path / name))
     return manifest
@@ -415,7 +417,8 @@ class _Reading:
         """Fill `data` with a segment; the receiver compares its checksum."""
         index, start, *_ = segment
         name = self._source.manifest.files[index].name
-        with (self._source.directory / name).open("rb") as opened:
+        descriptor = open_regular(self._source.directory / name, follows_links=True)
+        with os.fdopen(descriptor, "rb") as opened:
             read_into(opened.fileno(), self._source.first_byte + start, [data])
 
     def receive(self, segment: Segment, data: memoryview) -> None:
@@ -444,7 +447,7 @@ def _faults_of(path: Path) -> Iterator[None]:
             raise SnapshotError(f"there is no snapshot {path}") from error
         if not (path / NAME).exists():
             raise SnapshotError(f"snapshot {path} has no {NAME}: it was never committed") from error
-        raise SnapshotError(f"snapshot {path}: {error}") from error
+        raise SnapshotError(printable(f"snapshot {path}: {error}")) from error
 
 
 def export(

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from samestep.config import is_url
 from samestep.errors import ConfigError
+from samestep.host import printable
 from samestep.record.source import RunLocation
 from samestep.watch.view import View
 
@@ -82,6 +83,19 @@ def open_views(*locations: str | Path) -> Views:
     for location in views.locations:
         views.scan(location)
     return views
+
+
+def read_all(views: Views) -> list[View]:
+    """Read the records of all runs, and return those that can be read; warn of the others."""
+    read = []
+    for view in views.values():
+        try:
+            view.refresh()
+            read.append(view)
+        except Exception as error:  # noqa: BLE001  one run's fault must not affect the others
+            text = f"skipped {view.source.location}: {type(error).__name__}: {error}"
+            logger.warning("%s", printable(text))
+    return read
 
 
 def check_locations(locations: Iterable[str]) -> None:
@@ -206,7 +220,8 @@ class Follower(threading.Thread):
             if self.faults.get(location) != fault:
                 self.faults[location] = fault
                 self._notify(set())
-                logger.warning("cannot read %s, will try again: %s", location, fault)
+                text = f"cannot read {location}, will try again: {fault}"
+                logger.warning("%s", printable(text))
             return False
         if self.faults.pop(location, None) is not None:
             self._notify(set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
@@ -17,10 +18,10 @@ from urllib.request import Request, urlopen
 from samestep.config import is_url
 from samestep.errors import ConfigError, RecordError
 from samestep.record.cursor import Cursor, Destination
-from samestep.record.events import FILE_NAME, parse_events, to_json
+from samestep.record.events import FILE_NAME, parse_events, read_lines, to_json
 from samestep.record.files import FOLDER
 from samestep.record.source import STARTS, Source
-from samestep.storage import Storage
+from samestep.storage import Storage, make_folder, open_regular
 
 # class and required package by name; samestep's extras have the sinks' names
 NAMED: Final = {
@@ -30,7 +31,7 @@ NAMED: Final = {
 }
 PAUSE_SECONDS: Final = 0.5
 # errors that a retry would not change
-EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError)
+EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 HOOK: Final = "on_event"
 ALERTS: Final = ("restarting", "stalled", "stopped", "finished")  # in addition to failures and NaN
 HOOK_SECONDS: Final = 5.0  # to connect, and for the response
@@ -241,11 +242,11 @@ def begin_hook(directory: Path) -> None:
     cursor = Cursor(directory)
     if cursor.get(HOOK) is not None:
         return
-    (directory / FOLDER).mkdir(exist_ok=True)
+    make_folder(directory / FOLDER)
     offset = last = 0
     failures: list[tuple[float, int]] = []  # since the last start: times and offsets
-    with (directory / FILE_NAME).open("rb") as lines:
-        for line in lines:
+    with os.fdopen(open_regular(directory / FILE_NAME), "rb") as lines:
+        for line in read_lines(lines):
             for event in parse_events([line]):
                 kind, time = event.get("event"), event.get("time")
                 since = time if isinstance(time, float) else math.inf  # of a damaged event

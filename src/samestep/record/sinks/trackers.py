@@ -24,9 +24,11 @@ from samestep.record.events import read_events
 from samestep.record.images import safe_name
 from samestep.record.sinks import package_error
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position, valid_until
+from samestep.storage import read_regular
 
 MLFLOW_FOLDER: Final = "mlflow"
 RUN_FILE: Final = "run-id"
+LONGEST_ID: Final = 1000  # bytes
 EXPERIMENT: Final = "samestep"
 STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 MAX_METRICS: Final = 1000  # per request
@@ -87,7 +89,7 @@ class MlflowSink:
     def _open_run(self, file: Path, name: str) -> Any:
         from mlflow.exceptions import MlflowException
 
-        if file.exists() and (run_id := file.read_text()):
+        if run_id := _saved_id(file):
             try:
                 return self._client.get_run(run_id)
             except MlflowException as error:
@@ -236,8 +238,12 @@ class WandbSink:
         return f"metric/{name}"
 
 
+def _saved_id(file: Path) -> str:
+    return read_regular(file, LONGEST_ID).decode() if os.path.lexists(file) else ""
+
+
 def _run_id(file: Path) -> str:
-    if file.exists() and (run_id := file.read_text()):
+    if run_id := _saved_id(file):
         return run_id
     new = secrets.token_hex(8)
     file.write_text(new)
