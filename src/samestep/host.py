@@ -235,6 +235,14 @@ def available_bytes(read: Read = read_file) -> int | None:
     return min((count for count in byte_counts if count is not None), default=None)
 
 
+def total_bytes(read: Read = read_file) -> int | None:
+    """Return the bytes of memory, within its limit, and of swap; None if unknown."""
+    kilobytes = parse_numbers(read("/proc/meminfo"))
+    byte_counts = [1024 * kilobytes.get("MemTotal", 0) or None, memory_limit(read)]
+    memory = min((count for count in byte_counts if count is not None), default=None)
+    return None if memory is None else memory + 1024 * kilobytes.get("SwapTotal", 0)
+
+
 def memory_left(read: Read = read_file) -> int | None:
     """Return the bytes left below the memory limit (file caches count as free), or None."""
     left = []

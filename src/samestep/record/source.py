@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -32,6 +33,7 @@ from samestep.storage import Retries, Storage
 Files: TypeAlias = LocalFiles | Storage
 READ_BYTES: Final = 4 * 2**20
 LARGEST_IMAGE: Final = 2**28  # bytes; sinks hold one in memory
+MAX_FOLDERS: Final = 20_000  # searched for runs
 MAX_DEPTH: Final = 4  # maximum folder depth searched for runs
 # readers repeat their requests anyway, and a longer wait would delay other runs
 READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
@@ -172,6 +174,7 @@ class RunLocation:
             self._files = Storage(self._location, READER_RETRIES)
             self._files.open()
         self._known_runs: list[str] = []
+        self.is_cut = False  # too many folders to search all
 
     def find(self) -> list[str]:
         """Return the runs, sorted: "." for the location itself, or a relative path such as "a/b".
@@ -179,30 +182,37 @@ class RunLocation:
         At a URL, known runs are not searched again while their folders exist, because every
         listing is a request.
         """
-        runs = sorted(self._find_runs("", MAX_DEPTH))
+        runs = sorted(self._find_runs())
         self._known_runs = runs if self._is_remote else []
         return runs
 
-    def _find_runs(self, folder: str, depth: int) -> Iterator[str]:
-        folders, names = self._files.names(folder)
-        run = folder or "."
-        if FILE_NAME in names or (
-            FOLDER in folders
-            and (run in self._known_runs or find_chunks(self._files.sizes(join(folder, FOLDER))))
-        ):
-            yield run
-        for name in folders if depth else ():
-            path = join(folder, name)
-            if _FOLDERS_OF_A_RUN.fullmatch(name):
-                continue
-            if path in self._known_runs:
-                yield from (
-                    known_run
-                    for known_run in self._known_runs
-                    if f"{known_run}/".startswith(f"{path}/")
+    def _find_runs(self) -> Iterator[str]:
+        """Yield the runs, the deepest last, so that what is in one run's folder hides no others."""
+        queue, searched = deque([("", 0)]), 0
+        while queue and searched < MAX_FOLDERS:
+            (folder, depth), searched = queue.popleft(), searched + 1
+            folders, names = self._files.names(folder)
+            run = folder or "."
+            if FILE_NAME in names or (
+                FOLDER in folders
+                and (
+                    run in self._known_runs or find_chunks(self._files.sizes(join(folder, FOLDER)))
                 )
-            else:
-                yield from self._find_runs(path, depth - 1)
+            ):
+                yield run
+            for name in folders if depth < MAX_DEPTH else ():
+                path = join(folder, name)
+                if _FOLDERS_OF_A_RUN.fullmatch(name):
+                    continue
+                if path in self._known_runs:
+                    yield from (
+                        known_run
+                        for known_run in self._known_runs
+                        if f"{known_run}/".startswith(f"{path}/")
+                    )
+                else:
+                    queue.append((path, depth + 1))
+        self.is_cut = bool(queue)
 
     def source(self, run: str) -> Source:
         """Return the source of a run, given its relative path; the run need not exist yet."""

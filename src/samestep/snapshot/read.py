@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from samestep.comm.base import World
 from samestep.comm.shared_memory import share_files
 from samestep.errors import SnapshotError
-from samestep.host import printable
+from samestep.host import printable, total_bytes
 from samestep.snapshot.dcp import write_dcp
 from samestep.snapshot.files import (
     READING,
@@ -216,6 +216,7 @@ def read_state(
 
     Checks every byte. Raises `SnapshotError` if one is damaged, and the errors of reading files.
     """
+    _check_memory(manifest, objects)
     memory = StateMemory(manifest)
     # Views first, then their bytes: each is read into its place, without a copy. What was not asked
     # for has no memory, and is read only for its checksum.
@@ -223,6 +224,22 @@ def read_state(
     for file, targets in zip(manifest.files, memory.destinations(), strict=True):
         read_data_file(directory, file, targets, first_byte)
     return state
+
+
+def _check_memory(manifest: Manifest, objects: Collection[str] | None = None) -> None:
+    """Raise `SnapshotError` if this host cannot hold the tensors of all or some objects.
+
+    Files with holes may declare terabytes, and would end the process when they are read.
+    """
+    sizes = [
+        spec.nbytes
+        for name, spec in manifest.specs.items()
+        if objects is None or name.partition("/")[0] in objects
+    ]
+    if (most := total_bytes()) is not None and sum(sizes) > most:
+        raise SnapshotError(
+            f"its tensors take {sum(sizes)} bytes, but this host has only {most} of memory and swap"
+        )
 
 
 def _objects(manifest: Manifest, objects: Collection[str] | None) -> list[Any]:
@@ -320,6 +337,7 @@ def load_together(path: Path, world: World) -> Snapshot:
 
     def find() -> SnapshotSource:
         manifest = _manifest(path)
+        _check_memory(manifest)
         return SnapshotSource(manifest, path, f"{manifest.attempt} {manifest.created}")
 
     manifest, state, shared = read_together(world, find, partial(_faults_of, path))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.config import is_url
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, RecordError
 from samestep.host import printable
-from samestep.record.source import RunLocation
+from samestep.record.source import MAX_FOLDERS, RunLocation
 from samestep.watch.view import View
 
 logger = logging.getLogger("samestep")
@@ -62,7 +62,10 @@ class Views(Mapping[str, View]):
         return list(self._views[location].values())
 
     def scan(self, location: str) -> bool:
-        """Update the runs at a location; return whether that changed any. Raises `RecordError`."""
+        """Update the runs at a location; return whether that changed any.
+
+        Raises `RecordError` if the location cannot be read, or has too many folders to search all.
+        """
         prefix, before = self._prefixes[location], self._views[location]
         views = {}
         for path in self._places[location].find():
@@ -70,6 +73,11 @@ class Views(Mapping[str, View]):
             name = _name(location) if run == "." else run
             views[run] = before.get(run) or View(self._places[location].source(path), run, name)
         self._views[location] = views
+        if self._places[location].is_cut:
+            raise RecordError(
+                f"{location} has more than {MAX_FOLDERS} folders, so not all runs are shown; "
+                "pass a folder with fewer"
+            )
         return views.keys() != before.keys()
 
 
@@ -81,7 +89,12 @@ def open_views(*locations: str | Path) -> Views:
     """
     views = Views(*locations)
     for location in views.locations:
-        views.scan(location)
+        try:
+            views.scan(location)
+        except RecordError as error:
+            if not views.at(location):
+                raise
+            logger.warning("%s", error)
     return views
 
 
