@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
+from samestep.masking import mask_urls
 
 T = TypeVar("T")
 
@@ -162,13 +163,14 @@ class Storage:
     """
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
-        if (safe_url := _PASSWORD.sub("://***@", url)) != url:
+        if _PASSWORD.search(url):
             raise ConfigError(
                 "expected a URL without a password, since records and messages show the URL, "
-                f"got {safe_url}; put credentials into the files or variables of the storage's "
-                "library, or into fsspec's configuration"
+                f"got {mask_urls(url)}; put credentials into the files or variables of the "
+                "storage's library, or into fsspec's configuration"
             )
-        self.url = url.rstrip("/")
+        self._address = url.rstrip("/")
+        self.url = mask_urls(self._address)  # for messages and the record
         self.given_up = threading.Event()
         self._retries = retries
 
@@ -281,7 +283,7 @@ class Storage:
                 delay = next(delays, None)
                 if delay is None or _is_final(error) or self.given_up.wait(delay):
                     target = f"{self.url}/{path}".rstrip("/")
-                    reason = f"{type(error).__name__}: {error}"
+                    reason = mask_urls(f"{type(error).__name__}: {error}")
                     raise StorageError(f"cannot {verb} {target}: {reason}") from error
 
     @cached_property
@@ -292,11 +294,11 @@ class Storage:
             import fsspec  # type: ignore[import-untyped]
         except ImportError as error:
             raise ConfigError(f'{self.url} needs fsspec: pip install "samestep[remote]"') from error
-        protocol, _ = fsspec.core.split_protocol(self.url)
+        protocol, _ = fsspec.core.split_protocol(self._address)
         try:
             options = _options(protocol, fsspec.config.conf.get(protocol, {}))
             files, path = fsspec.core.url_to_fs(
-                self.url, skip_instance_cache=True, use_listings_cache=False, **options
+                self._address, skip_instance_cache=True, use_listings_cache=False, **options
             )
         except ImportError as error:
             how = 'pip install "samestep[s3]"' if protocol in _S3 else "install it"

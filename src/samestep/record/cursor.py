@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from samestep.errors import RecordError
+from samestep.masking import mask_urls
 from samestep.record.events import FILE_NAME
 from samestep.record.files import FOLDER
 from samestep.record.source import Source
@@ -86,14 +87,15 @@ def lock(directory: Path) -> IO[bytes] | None:
 class Destination(ABC):
     """A destination of a record. Calls may raise any exception, and are then repeated.
 
-    Attributes: `name`, as the user gave it; `pause_seconds`, the time between two calls of `send`
-    in which more events accumulate; `dropped`, the number of events and images it rejected.
+    Attributes: `name`, as the user gave it, but without secrets; `pause_seconds`, the time between
+    two calls of `send` in which more events accumulate; `dropped`, the number of events and images
+    it rejected.
     """
 
     pause_seconds: float
 
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
-        self.name, self.dropped = name, 0
+        self.name, self.dropped = mask_urls(name), 0
         self._directory, self._source, self._cursor = directory, source, cursor
 
     @abstractmethod
@@ -141,7 +143,11 @@ class Sender:
     def status(self, size: int) -> dict[str, Any]:
         """Return the fields of a `sink` event, given the current size of the events in bytes."""
         behind = max(0, size - (self._offset or 0))
-        error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        error = (
+            None
+            if self._error is None
+            else mask_urls(f"{type(self._error).__name__}: {self._error}")
+        )
         if error is None and behind and time.monotonic() - self._last_response > SLOW_SECONDS:
             error = f"no response for more than {SLOW_SECONDS:.0f} seconds"
         name, dropped = self._destination.name, self._destination.dropped
@@ -158,9 +164,9 @@ class Sender:
                     self._destination.close()
             except BaseException as error:  # noqa: BLE001  SystemExit would end the thread silently
                 if self._error is None:
-                    message = "the record cannot be sent to %s (%s: %s); retrying"
-                    kind = type(error).__name__
-                    logger.warning(message, self._destination.name, kind, error)
+                    message = "the record cannot be sent to %s (%s); retrying"
+                    text = mask_urls(f"{type(error).__name__}: {error}")
+                    logger.warning(message, self._destination.name, text)
                 self._error = error
                 failures += 1
                 if finishing and failures >= FINAL_TRIES:

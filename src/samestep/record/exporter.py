@@ -19,6 +19,7 @@ from typing import IO, Any, Final
 
 from samestep.config import is_url
 from samestep.errors import RecordError, SamestepError
+from samestep.masking import mask_urls
 from samestep.record import Record
 from samestep.record.cursor import Cursor, Destination, Sender, lock
 from samestep.record.events import FILE_NAME
@@ -35,7 +36,9 @@ LOCK_SECONDS: Final = 0.05  # between two attempts to take over from the previou
 REPORT_SECONDS: Final = 10.0  # minimum time between two events of a sink
 ORPHAN_SECONDS: Final = 3.0  # time to send the rest after the run was killed
 RECORD_SECONDS: Final = 1.0  # the part of it in which the launcher records the worker's exit
-ON_EVENT: Final = "SAMESTEP_INTERNAL_ON_EVENT"  # a URL may be secret, and arguments are public
+# URLs may be secret, and arguments are public
+ON_EVENT: Final = "SAMESTEP_INTERNAL_ON_EVENT"
+SINKS: Final = "SAMESTEP_INTERNAL_SINKS"
 NICENESS: Final = 5  # training has priority if there are too few cores
 logger: Final = logging.getLogger("samestep")
 
@@ -57,10 +60,10 @@ class ExporterProcess:
         """Start the process in the background. `hook` is the option `on_event`."""
         self._command = [sys.executable, "-m", "samestep.record.exporter", str(directory)]
         self._command += ["--parent", str(os.getpid())]
-        self._command += [argument for sink in sinks for argument in ("--to", sink)]
         self._command += [] if function is None else ["--transfer", function]
         self._directory, self._function, self._record = directory, function, record
-        self._variables = {} if hook is None else {ON_EVENT: hook}
+        self._variables = {SINKS: json.dumps(sinks)}
+        self._variables |= {} if hook is None else {ON_EVENT: hook}
         if hook is not None:
             begin_hook(directory)
         self._process: subprocess.Popen[bytes] | None = None
@@ -261,7 +264,8 @@ def _run_with_parent(options: argparse.Namespace) -> int:
     os.nice(NICENESS)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what users' code prints
-    destinations = options.to, options.transfer, channel, os.environ.get(ON_EVENT)
+    sinks = json.loads(os.environ.get(SINKS, "[]"))
+    destinations = sinks, options.transfer, channel, os.environ.get(ON_EVENT)
     seconds = None
     while (locked := lock(options.directory)) is None:  # the previous exporter is about to exit
         if seconds is None:
@@ -286,7 +290,7 @@ def _report_locked(
     size = (directory / FILE_NAME).stat().st_size
     error = "another exporter of this run did not exit before the run ended"
     for name in filter(None, [*sinks, function, hook and HOOK]):
-        status = {"name": name, "behind_bytes": size, "dropped": 0, "error": error}
+        status = {"name": mask_urls(name), "behind_bytes": size, "dropped": 0, "error": error}
         channel.write(f"{json.dumps(status)}\n")
     channel.flush()
 

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
+from samestep.masking import mask_urls
 from samestep.record.events import FILE_NAME, LONGEST_LINE, long_line, read_events
 from samestep.record.files import (
     FOLDER,
@@ -53,7 +54,7 @@ class Source:
 
     def __init__(self, location: str, files: Files, folder: str = "") -> None:
         """Read from `folder` of `files`; `location` names the run in messages."""
-        self.location = location
+        self.location = mask_urls(location)
         self._files, self._folder = files, folder
         self._size = 0
         self._chunks: list[EventChunk] = []

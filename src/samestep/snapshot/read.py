@@ -48,6 +48,7 @@ from samestep.storage import atomic_path, open_regular, read_regular, sync
 Value = TypeVar("Value")
 
 ALIGNMENT: Final = 64  # bytes: any dtype, and vectorized kernels
+SMALL_BYTES: Final = 2**30  # every host has as much
 READ_ERRORS: Final = (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError)
 _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
@@ -231,14 +232,14 @@ def _check_memory(manifest: Manifest, objects: Collection[str] | None = None) ->
 
     Files with holes may declare terabytes, and would end the process when they are read.
     """
-    sizes = [
+    needed = sum(
         spec.nbytes
         for name, spec in manifest.specs.items()
         if objects is None or name.partition("/")[0] in objects
-    ]
-    if (most := total_bytes()) is not None and sum(sizes) > most:
+    )
+    if needed > SMALL_BYTES and (most := total_bytes()) is not None and needed > most:
         raise SnapshotError(
-            f"its tensors take {sum(sizes)} bytes, but this host has only {most} of memory and swap"
+            f"its tensors take {needed} bytes, but this host has only {most} of memory and swap"
         )
 
 

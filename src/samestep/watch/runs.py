@@ -18,6 +18,7 @@ from typing import Any, Final
 from samestep.config import is_url
 from samestep.errors import ConfigError, RecordError
 from samestep.host import printable
+from samestep.masking import mask_urls
 from samestep.record.source import MAX_FOLDERS, RunLocation
 from samestep.watch.view import View
 
@@ -136,7 +137,9 @@ def _prefixes(locations: list[str]) -> dict[str, str]:
 
 
 def _name(location: str) -> str:
-    return (Path(location) if is_url(location) else Path(location).absolute()).name or location
+    return (
+        Path(mask_urls(location)) if is_url(location) else Path(location).absolute()
+    ).name or location
 
 
 @dataclass(frozen=True)
@@ -195,14 +198,15 @@ class Follower(threading.Thread):
     def _scan(self) -> bool:
         """Find new and removed runs, and return whether there were any."""
         before = {view.id for view in self._views.at(self._location)}
-        is_new = self._try(self._location, lambda: self._views.scan(self._location))
+        shown = mask_urls(self._location)
+        is_new = self._try(shown, lambda: self._views.scan(self._location))
         views = {view.id: view for view in self._views.at(self._location)}
         after = set(views)
         seen = {name for name in after - self._peeked if self._peek(views[name])}
         self._peeked = after
         if changed := (before ^ after) | seen:
             locations = {view.source.location for view in self._views.at(self._location)}
-            for gone in self.faults.keys() - locations - {self._location}:
+            for gone in self.faults.keys() - locations - {shown}:
                 del self.faults[gone]
             self._notify(changed)
         return is_new
