@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, RecordError
@@ -31,7 +31,7 @@ NAMED: Final = {
 }
 PAUSE_SECONDS: Final = 0.5
 # errors that a retry would not change
-EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError)
 HOOK: Final = "on_event"
 ALERTS: Final = ("restarting", "stalled", "stopped", "finished")  # in addition to failures and NaN
 HOOK_SECONDS: Final = 5.0  # to connect, and for the response
@@ -105,9 +105,15 @@ def _post(url: str, event: Mapping[str, Any]) -> None:
     """Send an event as JSON. Raises `OSError`, including for a status other than 2xx."""
     headers = {"Content-Type": "application/json", "User-Agent": "samestep"}
     request = Request(url, to_json(event).encode(), headers)  # noqa: S310  the option has http(s)
-    with urlopen(request, timeout=HOOK_SECONDS) as response:  # noqa: S310
-        if response.url != request.full_url:  # urllib sends no content to the new address
-            raise ConnectionError(f"the server redirects to {response.url}; use that URL")
+    with build_opener(_NoRedirects).open(request, timeout=HOOK_SECONDS):
+        pass
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Sends nothing to other addresses, which could be those of internal servers."""
+
+    def redirect_request(self, *arguments: Any, **_: Any) -> None:
+        raise ConnectionError(f"the server redirects to {arguments[-1]}; use that URL")
 
 
 def find_function(name: str) -> Callable[[Path], object]:
