@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from samestep.masking import mask_urls
 
 T = TypeVar("T")
 
+LEASE_SECONDS: Final = 2.0  # for an NFS server to take back a file that a client has to itself
 # neither waits for the other end of a pipe, nor takes a terminal
 _CAREFUL: Final = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # errors that a retry would not change
@@ -53,8 +55,16 @@ def open_regular(
     `follows_links`.
     """
     flags |= _CAREFUL if follows_links else _CAREFUL | os.O_NOFOLLOW
+    deadline = time.monotonic() + LEASE_SECONDS
     try:
-        descriptor = os.open(path, flags, 0o644, dir_fd=folder)
+        while True:
+            try:
+                descriptor = os.open(path, flags, 0o644, dir_fd=folder)
+                break
+            except BlockingIOError:  # another process has a lease, and was asked to end it
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LEASE_SECONDS / 100)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR}:
             raise _not_regular(path) from error
