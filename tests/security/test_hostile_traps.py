@@ -15,6 +15,9 @@ from samestep.record import open_record
 from samestep.record.cursor import Cursor, lock
 from samestep.record.files import DirectoryLock, locked_by
 from samestep.record.sinks import begin_hook
+from samestep.record.sinks.trackers import TensorBoardSink
+from samestep.snapshot.manifest import NAME
+from samestep.snapshot.read import check
 from samestep.snapshot.remote import RemoteDirectory, superseded
 from samestep.storage import write_atomically
 from tests.security.hostile import TERABYTE
@@ -58,6 +61,7 @@ FILES = {
 }
 FOLDERS = {
     "images": record_image,
+    "tensorboard": TensorBoardSink,
     "logs": write_log,
     "record": lock,
     "step-00000001": save,
@@ -103,6 +107,17 @@ def test_a_link_in_place_of_a_temporary_file_is_replaced(tmp_path):
     write_atomically(tmp_path / "file", b"theirs")
     assert (tmp_path / "outside").read_text() == "mine"
     assert (tmp_path / "file").read_bytes() == b"theirs"
+
+
+def test_a_download_replaces_a_link_and_removes_nothing_behind_it(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.mkdir()
+    (outside / NAME).write_text("mine")
+    (run / "step-00000001").symlink_to(outside)
+    fetch(run)
+    assert check(run / "step-00000001").step == 1
+    assert (outside / NAME).read_text() == "mine"
 
 
 def test_a_hook_begins_at_a_record_without_endless_lines(tmp_path):

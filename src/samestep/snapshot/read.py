@@ -649,6 +649,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def remove(path: Path) -> None:
     """Remove a snapshot, its manifest first: an incomplete one is never taken for complete."""
+    if path.is_symlink():  # what it leads to stays
+        path.unlink()
+        return
     (path / NAME).unlink(missing_ok=True)  # from here on, it is no snapshot
     sync(path)
     shutil.rmtree(path)  # may be interrupted anywhere
