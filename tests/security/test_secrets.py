@@ -21,7 +21,7 @@ from tests.watch.serving import until
 from tests.watch.writing import started, write
 
 HIDDEN = "hunter2-secret"
-SIGNED = f"file:///nowhere/run?X-Amz-Date=1&X-Amz-Signature={HIDDEN}"
+QUERY = f"?X-Amz-Date=1&X-Amz-Signature={HIDDEN}"
 SCRIPT = f"""
 import sys, torch, samestep as ss
 settings = {{"lr": 0.1, "max_tokens": "many", "api_key": "{HIDDEN}", "data": {{"url": "https://u:{HIDDEN}@h/x"}}}}
@@ -62,23 +62,23 @@ def test_a_run_and_its_resume_write_no_secret(tmp_path):
 
 
 def test_the_names_of_sinks_have_no_secrets_but_their_storage_does(tmp_path, monkeypatch):
-    written, addresses = tmp_path / "status", []
+    signed, written, addresses = f"file://{tmp_path}/sent{QUERY}", tmp_path / "status", []
     monkeypatch.setattr(Storage, "sizes", lambda self, _: addresses.append(self._address) or {})
     monkeypatch.setattr(Storage, "write", lambda *_: None)
     write(tmp_path, started())
     (tmp_path / "record").mkdir()
     with written.open("w") as channel:
-        assert Exporter(tmp_path, [SIGNED], None, channel, None).finish(60)
-    assert set(addresses) == {SIGNED}
-    assert json.loads(written.read_text())["name"] == SIGNED.replace(HIDDEN, "***")
-    assert Cursor(tmp_path).get(SIGNED.replace(HIDDEN, "***")) == 0
+        assert Exporter(tmp_path, [signed], None, channel, None).finish(60)
+    assert set(addresses) == {signed}
+    assert json.loads(written.read_text())["name"] == signed.replace(HIDDEN, "***")
+    assert Cursor(tmp_path).get(signed.replace(HIDDEN, "***")) == 0
     assert HIDDEN not in contents(tmp_path)
 
 
 def test_no_argument_of_the_exporter_is_a_secret(tmp_path):
     record = open_record(tmp_path, writes=True)
     record.event("started", step=0)
-    exporter = ExporterProcess(tmp_path, [SIGNED], None, record)
+    exporter = ExporterProcess(tmp_path, [f"file://{tmp_path}/sent{QUERY}"], None, record)
     try:
         pid = until(lambda: exporter.pid)
         until(lambda: b"exporter" in Path(f"/proc/{pid}/cmdline").read_bytes())
