@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 
 import pytest
@@ -8,8 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
-from samestep.storage import Retries, Storage, StorageError
+from samestep.storage import Retries, Storage, StorageError, open_regular, read_regular
 from tests.snapshot.faulty import HASTY, URL, failing, faulty_storage
+
+HOLDER = """
+import fcntl, os, signal, sys
+file = os.open(sys.argv[1], os.O_RDWR)
+signal.signal(signal.SIGIO, lambda *_: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lease_of_another_process_is_taken_back(tmp_path):
+    """An NFS server gives its clients leases, also for files that the server itself opens."""
+    (tmp_path / "file").write_bytes(b"content")
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        if not holder.stdout.readline():
+            holder.stdin.close()
+            pytest.skip("this file system has no leases")
+        os.close(open_regular(tmp_path / "file", os.O_RDWR))
+        holder.stdin.close()
+    assert read_regular(tmp_path / "file", 7) == b"content"
+    with pytest.raises(OSError, match="larger than 6 bytes"):
+        read_regular(tmp_path / "file", 6)
 
 
 @pytest.fixture

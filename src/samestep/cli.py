@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Final, NamedTuple, NoReturn
 
 from samestep.errors import SamestepError
-from samestep.host import RED, colored
+from samestep.host import RED, colored, printable
 
 
 class Command(NamedTuple):
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = module.main(parse(parsed.arguments))
     except SamestepError as error:
         title = colored("error:", RED, sys.stderr)
-        print(f"samestep: {title} {error}", file=sys.stderr)  # noqa: T201  stderr may be None
+        text = printable(str(error))  # it may name what others wrote
+        print(f"samestep: {title} {text}", file=sys.stderr)  # noqa: T201  stderr may be None
         return error.status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

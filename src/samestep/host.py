@@ -122,6 +122,19 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def printable(text: str) -> str:
+    """Return text of others for a terminal: control characters, but newlines and tabs, as escapes.
+
+    A name in a record or a directory could otherwise move the cursor, or rewrite earlier lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter in "\n\t" or letter.isprintable() else ascii(letter)[1:-1]
+        for letter in text
+    )
+
+
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a Unix socket, as the kernel reports."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -277,6 +290,14 @@ def available_bytes(read: Read = read_file) -> int | None:
     kilobytes = parse_numbers(read("/proc/meminfo")).get("MemAvailable")
     byte_counts = [None if kilobytes is None else 1024 * kilobytes, memory_left(read)]
     return min((count for count in byte_counts if count is not None), default=None)
+
+
+def total_bytes(read: Read = read_file) -> int | None:
+    """Return the bytes of memory, within its limit, and of swap; None if unknown."""
+    kilobytes = parse_numbers(read("/proc/meminfo"))
+    byte_counts = [1024 * kilobytes.get("MemTotal", 0) or None, memory_limit(read)]
+    memory = min((count for count in byte_counts if count is not None), default=None)
+    return None if memory is None else memory + 1024 * kilobytes.get("SwapTotal", 0)
 
 
 def memory_left(read: Read = read_file) -> int | None:

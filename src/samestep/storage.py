@@ -8,7 +8,9 @@ import os
 import random
 import re
 import shutil
+import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,9 +19,13 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
+from samestep.masking import mask_urls
 
 T = TypeVar("T")
 
+LEASE_SECONDS: Final = 2.0  # for an NFS server to take back a file that a client has to itself
+# neither waits for the other end of a pipe, nor takes a terminal
+_CAREFUL: Final = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # errors that a retry would not change
 _FINAL: Final = (
     FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
@@ -33,6 +39,65 @@ _generator: Final = random.Random()  # the global one belongs to training
 
 class StorageError(SnapshotError, RecordError):
     """The storage did not respond, refused a request, or is full, so its content is unknown."""
+
+
+def open_regular(
+    path: str | Path,
+    flags: int = os.O_RDONLY,
+    *,
+    folder: int | None = None,
+    follows_links: bool = False,
+) -> int:
+    """Open a file that somebody else may have made, and return its descriptor.
+
+    `folder` is the descriptor of the directory that `path` is relative to. Raises `OSError`,
+    without waiting, for anything but a regular file: for a pipe or a device, and for a link unless
+    `follows_links`.
+    """
+    flags |= _CAREFUL if follows_links else _CAREFUL | os.O_NOFOLLOW
+    deadline = time.monotonic() + LEASE_SECONDS
+    try:
+        while True:
+            try:
+                descriptor = os.open(path, flags, 0o644, dir_fd=folder)
+                break
+            except BlockingIOError:  # another process has a lease, and was asked to end it
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LEASE_SECONDS / 100)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR}:
+            raise _not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path, most: int, *, follows_links: bool = False) -> bytes:
+    """Return the content of a file of at most `most` bytes; see `open_regular`.
+
+    Raises `OSError` for a larger one, and for one that is not regular.
+    """
+    with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
+        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+            return data
+    raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+
+
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """Make a directory unless it exists. Raises `OSError` for a link to one.
+
+    What is written or removed there must not be elsewhere.
+    """
+    path.mkdir(parents=parents, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.EINVAL, "a link, which is not followed", str(path))
 
 
 @contextmanager
@@ -58,7 +123,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a durable file that readers see either complete or not at all."""
     with atomic_path(path) as temporary:
-        temporary.write_bytes(data)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link to another file
+        with os.fdopen(open_regular(temporary, flags), "wb") as file:
+            file.write(data)
 
 
 def sync(path: Path) -> None:
@@ -105,13 +173,14 @@ class Storage:
     """
 
     def __init__(self, url: str, retries: Retries = RETRIES) -> None:
-        if (safe_url := _PASSWORD.sub("://***@", url)) != url:
+        if _PASSWORD.search(url):
             raise ConfigError(
                 "expected a URL without a password, since records and messages show the URL, "
-                f"got {safe_url}; put credentials into the files or variables of the storage's "
-                "library, or into fsspec's configuration"
+                f"got {mask_urls(url)}; put credentials into the files or variables of the "
+                "storage's library, or into fsspec's configuration"
             )
-        self.url = url.rstrip("/")
+        self._address = url.rstrip("/")
+        self.url = mask_urls(self._address)  # for messages and the record
         self.given_up = threading.Event()
         self._retries = retries
 
@@ -224,7 +293,7 @@ class Storage:
                 delay = next(delays, None)
                 if delay is None or _is_final(error) or self.given_up.wait(delay):
                     target = f"{self.url}/{path}".rstrip("/")
-                    reason = f"{type(error).__name__}: {error}"
+                    reason = mask_urls(f"{type(error).__name__}: {error}")
                     raise StorageError(f"cannot {verb} {target}: {reason}") from error
 
     @cached_property
@@ -235,11 +304,11 @@ class Storage:
             import fsspec  # type: ignore[import-untyped]
         except ImportError as error:
             raise ConfigError(f'{self.url} needs fsspec: pip install "samestep[remote]"') from error
-        protocol, _ = fsspec.core.split_protocol(self.url)
+        protocol, _ = fsspec.core.split_protocol(self._address)
         try:
             options = _options(protocol, fsspec.config.conf.get(protocol, {}))
             files, path = fsspec.core.url_to_fs(
-                self.url, skip_instance_cache=True, use_listings_cache=False, **options
+                self._address, skip_instance_cache=True, use_listings_cache=False, **options
             )
         except ImportError as error:
             how = 'pip install "samestep[s3]"' if protocol in _S3 else "install it"

@@ -109,6 +109,8 @@ class Sandbox:
         if isinstance(path, int):
             return
         name, inside = os.fsdecode(path), self._is_inside(path)
+        if name == "." or (flags & os.O_NOFOLLOW and "/" not in name and name != ".."):
+            inside = True  # of the folder that was opened before: no link, so it leads nowhere else
         if name == MACHINE and not flags & WRITING:
             return
         may_write = self._writes and inside

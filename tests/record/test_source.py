@@ -172,15 +172,15 @@ def test_no_link_leads_out_of_the_run(tmp_path):
     (tmp_path / "run" / "images").symlink_to(outside)
     (tmp_path / "other" / "images").mkdir(parents=True)
     (tmp_path / "other" / "images" / "a.png").symlink_to(outside / "a.png")
-    for run in ("run", "other"):
-        with pytest.raises(RecordError, match=r"there is no image at 'images/a\.png'"):
+    for run, reason in (("run", "there is no image"), ("other", "not a regular file")):
+        with pytest.raises(RecordError, match=reason):
             open_source(tmp_path / run).open_image("images/a.png")
 
 
 def test_a_pipe_is_not_an_image(tmp_path):
     (tmp_path / "images").mkdir()
     os.mkfifo(tmp_path / "images" / "a.png")
-    with pytest.raises(RecordError, match="there is no image"):
+    with pytest.raises(RecordError, match="not a regular file"):
         open_source(tmp_path).open_image("images/a.png")
 
 

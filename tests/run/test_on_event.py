@@ -62,7 +62,8 @@ def web_server(*statuses: int) -> Iterator[tuple[str, Hooks]]:
             self.send_header("Location", "/elsewhere")
             self.end_headers()
 
-        def do_GET(self) -> None:  # after a redirect, without content
+        def do_GET(self) -> None:  # after a redirect, which must not be followed
+            hooks.events.append({"event": "GET"})
             self.send_response(200)
             self.end_headers()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -43,9 +43,10 @@ class Served:
 
 
 @contextmanager
-def serving(*arguments: object) -> Iterator[Served]:
-    """Run `samestep watch` on a free port, and terminate it at the end."""
-    command = [sys.executable, "-m", "samestep", "watch", "--port", "0", *map(str, arguments)]
+def serving(*arguments: object, prefix: Sequence[str] = ()) -> Iterator[Served]:
+    """Run `samestep watch` on a free port, after a `prefix`, and terminate it at the end."""
+    command = [*prefix, sys.executable, "-m", "samestep", "watch", "--port", "0"]
+    command += map(str, arguments)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

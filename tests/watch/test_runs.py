@@ -46,6 +46,23 @@ def test_ids_with_several_locations(tmp_path):
     ]
 
 
+def test_the_folders_of_a_run_hide_no_other_run(tmp_path, monkeypatch, caplog):
+    for name in ("a", "b"):
+        write(tmp_path / name, started())
+    for number in range(9):
+        (tmp_path / "a" / str(number)).mkdir()
+        write(tmp_path / "a" / str(number) / "run", started())
+    for module in ("samestep.record.source", "samestep.watch.runs"):
+        monkeypatch.setattr(f"{module}.MAX_FOLDERS", 9)
+    with caplog.at_level(logging.WARNING, "samestep"):
+        views = open_views(tmp_path)
+    assert list(views) == ["a", "b"]
+    assert "has more than 9 folders" in caplog.text
+    follower = Follower(views, views.locations[0], lambda _: None)
+    follower._scan()
+    assert "has more than 9 folders" in follower.faults[str(tmp_path)]
+
+
 def test_a_url(tmp_path):
     write(tmp_path / "one", started(), scalars(0, loss=1.0))
     views = open_views(f"file://{tmp_path}")

@@ -13,6 +13,7 @@ from typing import Final, TextIO
 
 from samestep.handoff import TERMINAL
 from samestep.record.files import LOGS
+from samestep.storage import make_folder, open_regular
 
 WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files must not wait long
 _EARLY_BYTES: Final = 256 * 1024
@@ -36,9 +37,9 @@ class WorkerLog:
         """Write to a file in the run's directory from now on. Raises `OSError`."""
         self.close()
         folder = directory / LOGS
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         path = folder / f"worker-{self._rank}.log"
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         separator = b"\n" if os.fstat(self._file).st_size else b""
         early, self._early = self._early, bytearray()
         self.write(separator + self._title + early)

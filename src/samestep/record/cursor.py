@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from samestep.errors import RecordError
+from samestep.masking import mask_urls
 from samestep.record.events import FILE_NAME
 from samestep.record.files import FOLDER
 from samestep.record.source import Source
-from samestep.storage import write_atomically
+from samestep.storage import make_folder, open_regular, read_regular, write_atomically
 
 FILE: Final = f"{FOLDER}/cursor.json"
 LOCK: Final = f"{FOLDER}/lock"
 FIRST_PAUSE_SECONDS: Final = 1.0  # after a failure; doubles with each further one
 MAX_PAUSE_SECONDS: Final = 30.0
 FINAL_TRIES: Final = 2
+LARGEST_BYTES: Final = 2**20  # of the cursor
 LARGE_BYTES: Final = 2**20  # after a read of this size, more data is probably available
 SLOW_SECONDS: Final = 10.0
 logger: Final = logging.getLogger("samestep")
@@ -36,7 +39,7 @@ class Cursor:
         self._lock = threading.Lock()
         self._positions: dict[str, int] = {}
         with suppress(OSError, RecursionError, ValueError):
-            saved = json.loads(self._path.read_bytes())
+            saved = json.loads(read_regular(self._path, LARGEST_BYTES))
             items = saved.items() if isinstance(saved, dict) else ()
             self._positions = {name: n for name, n in items if type(n) is int and n >= 0}
 
@@ -65,8 +68,8 @@ def lock(directory: Path) -> IO[bytes] | None:
     Raises `RecordError` if the directory is not writable.
     """
     try:
-        (directory / FOLDER).mkdir(exist_ok=True)
-        file = (directory / LOCK).open("ab")
+        make_folder(directory / FOLDER)
+        file = os.fdopen(open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT), "r+b")
     except OSError as error:
         raise RecordError(
             f"{directory / LOCK} cannot be written: {error.strerror}; pass a run's directory"
@@ -84,15 +87,15 @@ def lock(directory: Path) -> IO[bytes] | None:
 class Destination(ABC):
     """A destination of a record. Calls may raise any exception, and are then repeated.
 
-    Attributes: `name`, as the user gave it; `pause_seconds`, the time between two calls of `send`
-    in which more events accumulate; `dropped`, the number of events and images it rejected;
-    `must_work`, whether it is an error of the run that no call has ever returned.
+    Attributes: `name`, as the user gave it, but without secrets; `pause_seconds`, the time between
+    two calls of `send` in which more events accumulate; `dropped`, the number of events and images
+    it rejected; `must_work`, whether it is an error of the run that no call has ever returned.
     """
 
     pause_seconds: float
 
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
-        self.name, self.dropped, self.must_work = name, 0, False
+        self.name, self.dropped, self.must_work = mask_urls(name), 0, False
         self._directory, self._source, self._cursor = directory, source, cursor
 
     @abstractmethod
@@ -145,7 +148,11 @@ class Sender:
     def status(self, size: int) -> dict[str, Any]:
         """Return the fields of a `sink` event, given the current size of the events in bytes."""
         behind = max(0, size - (self._offset or 0))
-        error = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        error = (
+            None
+            if self._error is None
+            else mask_urls(f"{type(self._error).__name__}: {self._error}")
+        )
         if error is None and behind and time.monotonic() - self._last_response > SLOW_SECONDS:
             error = f"no response for more than {SLOW_SECONDS:.0f} seconds"
         name, dropped = self._destination.name, self._destination.dropped
@@ -162,9 +169,9 @@ class Sender:
                     self._destination.close()
             except BaseException as error:  # noqa: BLE001  SystemExit would end the thread silently
                 if self._error is None:
-                    message = "the record cannot be sent to %s (%s: %s); retrying"
-                    kind = type(error).__name__
-                    logger.warning(message, self._destination.name, kind, error)
+                    message = "the record cannot be sent to %s (%s); retrying"
+                    text = mask_urls(f"{type(error).__name__}: {error}")
+                    logger.warning(message, self._destination.name, text)
                 self._error = error
                 failures += 1
                 if finishing and failures >= FINAL_TRIES:

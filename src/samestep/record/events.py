@@ -11,11 +11,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from samestep.errors import RecordError
+from samestep.host import printable
+from samestep.storage import open_regular
 
 FILE_NAME: Final = "events.jsonl"
+LONGEST_LINE: Final = 2**24  # bytes; readers hold a line in memory
 FORMAT: Final = 1  # of a record; it grows when older versions of samestep can no longer read it
 NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 _FREE_SPACE: Final = "Free some space and restart: the run resumes from its newest snapshot"
@@ -54,10 +57,9 @@ class EventFile:
         """Open `path` for appending. Raises `RecordError` if that is not possible."""
         self._path = path
         self._append_lock = threading.Lock()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, flags, 0o644)
+            self._descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             size = os.fstat(self._descriptor).st_size
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError as error:
@@ -66,9 +68,15 @@ class EventFile:
     def append(self, event: Mapping[str, Any]) -> None:
         """Write one event with a single system call, so that a crash can tear only the last line.
 
-        Raises `RecordError` if a value is not JSON, the disk is full, or the file was removed.
+        Raises `RecordError` if a value is not JSON, the event is longer than readers accept, the
+        disk is full, or the file was removed.
         """
         line = f"{to_json(event)}\n".encode()
+        if len(line) > LONGEST_LINE:
+            raise RecordError(
+                f"an event must have at most {LONGEST_LINE} bytes, got {len(line)} of a "
+                f"{event.get('event')!r}; write large data to files of your own"
+            )
         with self._append_lock:
             self._check_not_moved()
             if self._torn:
@@ -125,15 +133,28 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     file = Path(path)
     if file.is_dir():
         file /= FILE_NAME
-    try:
-        lines = file.open("rb")
+    try:  # the caller may name a link, but a run's directory must not have one
+        lines = os.fdopen(open_regular(file, follows_links=file == Path(path)), "rb")
     except OSError as error:
         raise RecordError(
             f"cannot read a record at {file}: {error.strerror}; pass a run's directory or its "
             f"{FILE_NAME}"
         ) from error
     with lines:
-        yield from parse_events(lines)
+        yield from parse_events(read_lines(lines))
+
+
+def read_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file. Raises `RecordError` for a line that no run writes."""
+    while line := file.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise long_line(FILE_NAME)
+        yield line
+
+
+def long_line(name: object) -> RecordError:
+    """Return the error for a record with a line that is too long to be an event."""
+    return RecordError(f"{name} has a line of more than {LONGEST_LINE} bytes: no run writes that")
 
 
 def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -159,7 +180,7 @@ def _check_format(event: dict[str, Any]) -> None:
     if isinstance(record_format, int) and record_format > FORMAT:
         raise RecordError(
             f"the record must have format {FORMAT} or less, got {record_format}; install samestep "
-            f"{event.get('samestep', '')!s:.20} or newer to read it"
+            f"{printable(str(event.get('samestep', '')))[:20]} or newer to read it"
         )
 
 
@@ -167,7 +188,7 @@ def to_json(event: Mapping[str, Any]) -> str:
     """Return an event as JSON on one line. Raises `RecordError` for a value that is not JSON."""
     try:
         return json.dumps(_encode(event), allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise RecordError(
             f"expected an event of numbers, strings, lists and mappings: {error}"
         ) from error

@@ -16,12 +16,11 @@ import math
 import os
 import re
 import socket
-import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,9 +29,10 @@ from samestep.errors import RecordError
 from samestep.handoff import LauncherState
 from samestep.host import kernel_id
 from samestep.record.events import cannot_begin
-from samestep.storage import write_atomically
+from samestep.storage import open_regular, read_regular, write_atomically
 
 NAME: Final = "run.lock"
+LARGEST_LOCK: Final = 4096  # bytes
 HEARTBEAT_SECONDS: Final = 5.0
 EXIT_SECONDS: Final = 2.0  # processes of a killed worker may still be exiting
 CLOSE_SECONDS: Final = 5.0  # for the storage to release the file
@@ -58,7 +58,7 @@ class DirectoryLock:
         self._closed = threading.Event()
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise cannot_begin(directory, error) from error
         try:
@@ -114,7 +114,7 @@ class DirectoryLock:
     def _holder(self) -> dict[str, Any]:
         """Return what the file says about its run; nothing if that run ended."""
         try:
-            holder = json.loads(os.pread(self._file, 4096, 0))
+            holder = json.loads(os.pread(self._file, LARGEST_LOCK, 0))
         except (OSError, ValueError, RecursionError):
             return {}
         return holder if isinstance(holder, dict) else {}
@@ -177,7 +177,7 @@ class DirectoryLock:
 def locked_by(directory: Path) -> str:
     """Return the text that names the run that has locked a directory, "" if there is none."""
     with suppress(OSError, UnicodeDecodeError):
-        return (directory / NAME).read_text("utf-8")
+        return read_regular(directory / NAME, LARGEST_LOCK).decode()
     return ""
 
 
@@ -194,44 +194,54 @@ def is_locked_by(directory: Path, text: str, timeout: float) -> bool:
     return True
 
 
+_FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
 class LocalFiles:
     """Files of a local folder, which need not exist yet, with the methods of `Storage`.
 
-    Links below the folder are not followed, because they may lead out of it.
+    The folder may be a link, but links below it are not followed, because they may lead out of it.
+    Only regular files are read, so that no pipe or device is waited for.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def names(self, folder: str = "") -> tuple[list[str], list[str]]:
-        """Return the names of the folders and of the files in a folder; none if it is missing."""
-        entries = self._entries(folder)
-        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return folders, [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        """Return the names of the folders in a folder, and of all else; none if it is missing."""
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in self._in(folder)]
+        folders = [name for name, is_folder in entries if is_folder]
+        return folders, [name for name, is_folder in entries if not is_folder]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size in bytes of each file in a folder, by name; none if it is missing."""
-        entries = self._entries(folder)
-        files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-        return {entry.name: entry.stat().st_size for entry in files}
+        """Return the size in bytes of each regular file in a folder; none if it is missing."""
+        return {
+            entry.name: entry.stat(follow_symlinks=False).st_size
+            for entry in self._in(folder)
+            if entry.is_file(follow_symlinks=False)
+        }
 
     def size(self, path: str) -> int | None:
-        """Return the size of a regular file in bytes, or None if there is no such file."""
+        """Return the size of a regular file in bytes, or None if there is no such file.
+
+        Raises `RecordError` for anything else, such as a link or a pipe.
+        """
         try:
-            status = self.resolve(path).stat()
+            with self._open(path) as file:
+                return os.fstat(file).st_size
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise self._read_error(path, error) from error
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file. Raises `RecordError`."""
         try:
-            with self.resolve(path).open("rb") as file:
-                file.seek(start)
-                data = file.read(stop - start)
-        except OSError as error:
+            with self._open(path) as file:
+                data = b""
+                while more := os.pread(file, stop - start - len(data), start + len(data)):
+                    data += more  # at once, except from some network file systems
+        except (OSError, ValueError) as error:
             raise self._read_error(path, error) from error
         if len(data) != stop - start:
             raise RecordError(
@@ -240,21 +250,43 @@ class LocalFiles:
             )
         return data
 
-    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+    def _in(self, folder: str) -> Iterator[os.DirEntry[str]]:
         try:
-            with os.scandir(self.resolve(folder)) as entries:
-                return list(entries)
+            with self._open(folder, is_folder=True) as opened, os.scandir(opened) as entries:
+                yield from entries
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             raise self._read_error(folder, error) from error
 
-    def resolve(self, path: str) -> Path:
-        """Return the path of a file, which may be missing. Raises `OSError` for a link."""
-        full = self._folder.resolve() / path
-        if full.resolve() != full:
-            raise FileNotFoundError(errno.ENOENT, "links are not followed")
-        return full
+    @contextmanager
+    def _open(self, path: str, *, is_folder: bool = False) -> Iterator[int]:
+        """Open a file or folder from directory to directory, so that nobody can insert a link."""
+        *folders, name = [*path.split("/"), "."] if is_folder else path.split("/")
+        parent = os.open(self._folder, _FOLDER)
+        try:
+            for folder in filter(None, folders):
+                outer, parent = parent, os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+                os.close(outer)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            file = (
+                os.open(name, flags, dir_fd=parent)
+                if is_folder
+                else open_regular(name, folder=parent)
+            )
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, "links are not followed") from error
+        finally:
+            os.close(parent)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    @property
+    def folder(self) -> Path:
+        """The folder, without links in its path."""
+        return self._folder.resolve()
 
     def _read_error(self, path: str, error: OSError | ValueError) -> RecordError:
         reason = getattr(error, "strerror", error)
@@ -270,6 +302,7 @@ class Notes:
 
     NAME: Final = "notes.json"
     FORMAT: Final = 1
+    LARGEST: Final = 2**20  # bytes, of a newer format too
     LONGEST_NOTE: Final = 10_000
     LONGEST_TAG: Final = 50
     MOST_TAGS: Final = 20
@@ -324,7 +357,7 @@ class Notes:
             return content if version else {}
         self._refuse_link()
         try:
-            data = self._path.read_bytes()
+            data = read_regular(self._path, self.LARGEST)
         except OSError as error:
             raise RecordError(f"cannot read {self.NAME}: {error.strerror}") from error
         try:

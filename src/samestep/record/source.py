@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -15,7 +16,8 @@ from typing import Any, Final, TypeAlias
 
 from samestep.config import SINKS, is_url
 from samestep.errors import RecordError
-from samestep.record.events import FILE_NAME, read_events
+from samestep.masking import mask_urls
+from samestep.record.events import FILE_NAME, LONGEST_LINE, long_line, read_events
 from samestep.record.files import (
     FOLDER,
     LOGS,
@@ -31,6 +33,8 @@ from samestep.storage import Retries, Storage
 
 Files: TypeAlias = LocalFiles | Storage
 READ_BYTES: Final = 4 * 2**20
+LARGEST_IMAGE: Final = 2**28  # bytes; sinks hold one in memory
+MAX_FOLDERS: Final = 20_000  # searched for runs
 MAX_DEPTH: Final = 4  # maximum folder depth searched for runs
 # readers repeat their requests anyway, and a longer wait would delay other runs
 READER_RETRIES: Final = Retries(tries=2, first_seconds=0.5)
@@ -50,7 +54,7 @@ class Source:
 
     def __init__(self, location: str, files: Files, folder: str = "") -> None:
         """Read from `folder` of `files`; `location` names the run in messages."""
-        self.location = location
+        self.location = mask_urls(location)
         self._files, self._folder = files, folder
         self._size = 0
         self._chunks: list[EventChunk] = []
@@ -58,9 +62,8 @@ class Source:
     @cached_property
     def notes(self) -> Notes | None:
         """The tags and the note of the run, None if it is not in a local folder."""
-        with suppress(OSError):
-            if isinstance(self._files, LocalFiles):
-                return Notes(self._files.resolve(self._folder))
+        if isinstance(self._files, LocalFiles):
+            return Notes(self._files.folder / self._folder)
         return None
 
     def version(self) -> object:
@@ -71,6 +74,8 @@ class Source:
             sizes = self._files.sizes(self._folder)
             self._size = sizes.get(FILE_NAME, 0)
             self._chunks = [] if FILE_NAME in sizes else self._list_chunks()
+            if not self._chunks and FILE_NAME not in sizes and isinstance(self._files, LocalFiles):
+                self._files.size(join(self._folder, FILE_NAME))  # raises for a link or a pipe
         return self._size, tuple(self._chunks)
 
     def _list_chunks(self) -> list[EventChunk]:
@@ -108,6 +113,8 @@ class Source:
             data += self._files.read(join(self._folder, path), begin, stop)
             if complete := data.rfind(b"\n") + 1:
                 return data[:complete]
+            if len(data) > LONGEST_LINE:
+                raise long_line(f"{self.location}/{path}")
         return b""
 
     def ends(self, count: int) -> tuple[bytes, bytes]:
@@ -143,6 +150,8 @@ class Source:
         size = self._files.size(file)
         if size is None:
             raise RecordError(f"there is no image at {path!r} of {self.location}")
+        if size > LARGEST_IMAGE:
+            raise RecordError(f"{path} must have at most {LARGEST_IMAGE} bytes, got {size}")
         starts = range(0, size, READ_BYTES)
         return size, (self._files.read(file, at, min(at + READ_BYTES, size)) for at in starts)
 
@@ -166,6 +175,7 @@ class RunLocation:
             self._files = Storage(self._location, READER_RETRIES)
             self._files.open()
         self._known_runs: list[str] = []
+        self.is_cut = False  # too many folders to search all
 
     def find(self) -> list[str]:
         """Return the runs, sorted: "." for the location itself, or a relative path such as "a/b".
@@ -173,30 +183,37 @@ class RunLocation:
         At a URL, known runs are not searched again while their folders exist, because every
         listing is a request.
         """
-        runs = sorted(self._find_runs("", MAX_DEPTH))
+        runs = sorted(self._find_runs())
         self._known_runs = runs if self._is_remote else []
         return runs
 
-    def _find_runs(self, folder: str, depth: int) -> Iterator[str]:
-        folders, names = self._files.names(folder)
-        run = folder or "."
-        if FILE_NAME in names or (
-            FOLDER in folders
-            and (run in self._known_runs or find_chunks(self._files.sizes(join(folder, FOLDER))))
-        ):
-            yield run
-        for name in folders if depth else ():
-            path = join(folder, name)
-            if _FOLDERS_OF_A_RUN.fullmatch(name):
-                continue
-            if path in self._known_runs:
-                yield from (
-                    known_run
-                    for known_run in self._known_runs
-                    if f"{known_run}/".startswith(f"{path}/")
+    def _find_runs(self) -> Iterator[str]:
+        """Yield the runs, the deepest last, so that what is in one run's folder hides no others."""
+        queue, searched = deque([("", 0)]), 0
+        while queue and searched < MAX_FOLDERS:
+            (folder, depth), searched = queue.popleft(), searched + 1
+            folders, names = self._files.names(folder)
+            run = folder or "."
+            if FILE_NAME in names or (
+                FOLDER in folders
+                and (
+                    run in self._known_runs or find_chunks(self._files.sizes(join(folder, FOLDER)))
                 )
-            else:
-                yield from self._find_runs(path, depth - 1)
+            ):
+                yield run
+            for name in folders if depth < MAX_DEPTH else ():
+                path = join(folder, name)
+                if _FOLDERS_OF_A_RUN.fullmatch(name):
+                    continue
+                if path in self._known_runs:
+                    yield from (
+                        known_run
+                        for known_run in self._known_runs
+                        if f"{known_run}/".startswith(f"{path}/")
+                    )
+                else:
+                    queue.append((path, depth + 1))
+        self.is_cut = bool(queue)
 
     def source(self, run: str) -> Source:
         """Return the source of a run, given its relative path; the run need not exist yet."""

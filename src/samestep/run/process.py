@@ -28,7 +28,7 @@ from samestep.comm.status import WorkerStatus
 from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments
-from samestep.host import YELLOW, colored, kernel_id
+from samestep.host import YELLOW, colored, kernel_id, printable
 from samestep.record import Record
 from samestep.record.events import samestep_version
 from samestep.torch_internals import is_forked_after_cuda
@@ -144,7 +144,7 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """Return what differs as lines `name: old -> new`; "" if nothing does."""
     changed = [name for name in new if name in old and old[name] != new[name]]
-    return "\n".join(f"  {name}: {old[name]} -> {new[name]}" for name in changed)
+    return "\n".join(f"  {name}: {printable(str(old[name]))} -> {new[name]}" for name in changed)
 
 
 def gpu_names(devices: list[torch.device]) -> list[str]:
@@ -177,7 +177,7 @@ def announce(text: str, level: int = logging.INFO) -> None:
 
     A level of the logger itself is respected. Call this on one worker only.
     """
-    logger = logging.getLogger("samestep")
+    logger, text = logging.getLogger("samestep"), printable(text)
     if logger.hasHandlers() and (logger.level or logger.isEnabledFor(level)):
         logger.log(level, text)
     elif sys.stderr is not None:

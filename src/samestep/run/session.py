@@ -29,6 +29,7 @@ from samestep.data.random_state import set_generators
 from samestep.errors import ConfigError, RecordError, SamestepError
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
+from samestep.masking import mask, mask_urls, mask_words
 from samestep.record import Record, open_record
 from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
@@ -321,9 +322,9 @@ class Session:
             environment=workers[0]["environment"],
             format=FORMAT,
             samestep=samestep_version(),
-            config=options,
-            settings=self._settings,
-            command=shlex.join(sys.argv),
+            config=mask(options),
+            settings=mask(self._settings),
+            command=shlex.join(mask_words(sys.argv)),
             **(self._commit.result if self._commit else {}),
         )
 
@@ -362,10 +363,10 @@ class Session:
         # an event to, since only rank 0 has it open.
         with suppress(Exception):  # the error being reported is more important
             record = open_record(self.config.dir, writes=True)
-            trace = "".join(traceback.format_exception(error))
+            trace = mask_urls("".join(traceback.format_exception(error)))
             worker = {"host": socket.gethostname(), "rank": self._process.rank}
             step = self.progress.step
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = mask_urls(f"{type(error).__name__}: {error}").removesuffix(": ")
             secondary = isinstance(error, SamestepError) and error.is_secondary
             fields = {"error": text, "is_secondary": secondary, "traceback": trace}
             record.event("failed", **worker, step=step, **fields)

@@ -122,6 +122,8 @@ class CommitProtocol:
 
         Files that a manifest names stay: an error after the commit damages no snapshot.
         """
+        if self.directory.is_symlink():  # refused: all workers see it
+            return
         if self._is_committed():  # the others still wait for the removal of their parts
             for rank in range(self.workers):
                 with suppress(OSError):

@@ -21,8 +21,10 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import SnapshotError
+from samestep.storage import open_regular, read_regular
 
 METADATA: Final = ".metadata"
+LARGEST_METADATA: Final = 2**30  # bytes
 # their objects become a `_Fields`, whatever they do when they are unpickled
 _DESCRIBING: Final = ("torch.distributed.checkpoint.", "pathlib")
 
@@ -87,7 +89,7 @@ def read_dcp(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(directory)
     try:
-        content = (folder / METADATA).read_bytes()
+        content = read_regular(folder / METADATA, LARGEST_METADATA, follows_links=True)
         _check_lengths(content)  # before the unpickler allocates anything
         metadata = _Reader(io.BytesIO(content)).load().fields
         tensors = _read_tensors(folder, metadata)
@@ -185,11 +187,10 @@ def _read_part(
         raise ValueError(f"it is compressed ({', '.join(transform_descriptors)}); save it without")
     if Path(relative_path).is_absolute() or ".." in Path(relative_path).parts:
         raise ValueError(f"its metadata names a file outside of it, {relative_path}")
-    with (folder / relative_path).open("rb") as file:
-        file.seek(offset)
+    with os.fdopen(open_regular(folder / relative_path, follows_links=True), "rb") as file:
+        if os.fstat(file.fileno()).st_size - file.seek(offset) < length:
+            raise ValueError(f"{relative_path} is truncated")
         data = file.read(length)
-    if len(data) < length:
-        raise ValueError(f"{relative_path} is truncated")
     # `weights_only` refuses to run code of the file.
     part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(part, torch.Tensor):

@@ -28,6 +28,7 @@ from xxhash import xxh3_128
 
 from samestep.comm.base import World
 from samestep.errors import SnapshotError
+from samestep.storage import open_regular
 
 Destination = tuple[int, memoryview]  # the offset in a file, and the memory for the bytes there
 Segment = tuple[int, int, int, str]  # a data file's index, and its bytes [start, stop)'s checksum
@@ -86,8 +87,8 @@ def typed(value: Any, kind: type) -> Any:
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a regular file. Raises `OSError` for others: reading a pipe blocks."""
-    status = path.stat()
+    """Return the bytes of a regular file. Raises `OSError` for others, such as links and pipes."""
+    status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return status.st_size
@@ -193,7 +194,8 @@ def read_data_file(
         # Bytes that nobody needs are read as well, since the checksum is that of a segment. Every
         # thread has its own room for them.
         spare = memoryview(bytearray(min(file.segment_bytes, file.size)))
-        with (directory / file.name).open("rb", buffering=0) as opened:
+        descriptor = open_regular(directory / file.name, follows_links=True)  # memory of a process
+        with os.fdopen(descriptor, "rb", buffering=0) as opened:
             for start, stop, expected in segments:
                 buffers = buffers_of(start, stop, destinations, spare)
                 if read_into(opened.fileno(), first_byte + start, buffers) != expected:

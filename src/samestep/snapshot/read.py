@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from samestep.comm.base import World
 from samestep.comm.shared_memory import share_files
 from samestep.errors import SnapshotError
+from samestep.host import printable, total_bytes
 from samestep.snapshot.dcp import write_dcp
 from samestep.snapshot.files import (
     READING,
@@ -41,11 +43,12 @@ from samestep.snapshot.files import (
 )
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.state import restore
-from samestep.storage import atomic_path, sync
+from samestep.storage import atomic_path, open_regular, read_regular, sync
 
 Value = TypeVar("Value")
 
 ALIGNMENT: Final = 64  # bytes: any dtype, and vectorized kernels
+SMALL_BYTES: Final = 2**30  # every host has as much
 READ_ERRORS: Final = (LookupError, OSError, RuntimeError, SnapshotError, TypeError, ValueError)
 _DIRECTORY: Final = re.compile(r"step-(\d{8,})")
 
@@ -111,7 +114,7 @@ def _manifest(path: Path) -> Manifest:
     # before reading a file that may be anything
     if (size := file_size(path / NAME)) > LARGEST_BYTES:
         raise SnapshotError(f"{NAME} must have at most {LARGEST_BYTES} bytes, got {size}")
-    manifest = Manifest.from_bytes((path / NAME).read_bytes())
+    manifest = Manifest.from_bytes(read_regular(path / NAME, LARGEST_BYTES))
     # finds truncated files without reading them
     manifest.check_sizes(lambda name: file_size(path / name))
     return manifest
@@ -225,6 +228,7 @@ def read_state(
 
     Checks every byte. Raises `SnapshotError` if one is damaged, and the errors of reading files.
     """
+    _check_memory(manifest, objects)
     memory = StateMemory(manifest)
     # Views first, then their bytes: each is read into its place, without a copy. What was not asked
     # for has no memory, and is read only for its checksum.
@@ -232,6 +236,22 @@ def read_state(
     for file, targets in zip(manifest.files, memory.destinations(), strict=True):
         read_data_file(directory, file, targets, first_byte)
     return state
+
+
+def _check_memory(manifest: Manifest, objects: Collection[str] | None = None) -> None:
+    """Raise `SnapshotError` if this host cannot hold the tensors of all or some objects.
+
+    Files with holes may declare terabytes, and would end the process when they are read.
+    """
+    needed = sum(
+        spec.nbytes
+        for name, spec in manifest.specs.items()
+        if objects is None or name.partition("/")[0] in objects
+    )
+    if needed > SMALL_BYTES and (most := total_bytes()) is not None and needed > most:
+        raise SnapshotError(
+            f"its tensors take {needed} bytes, but this host has only {most} of memory and swap"
+        )
 
 
 def _objects(manifest: Manifest, objects: Collection[str] | None) -> list[Any]:
@@ -329,6 +349,7 @@ def load_together(path: Path, world: World) -> Snapshot:
 
     def find() -> SnapshotSource:
         manifest = _manifest(path)
+        _check_memory(manifest)
         return SnapshotSource(manifest, path, f"{manifest.attempt} {manifest.created}")
 
     manifest, state, shared = read_together(world, find, partial(_faults_of, path))
@@ -426,7 +447,8 @@ class _Reading:
         """Fill `data` with a segment; the receiver compares its checksum."""
         index, start, *_ = segment
         name = self._source.manifest.files[index].name
-        with (self._source.directory / name).open("rb") as opened:
+        descriptor = open_regular(self._source.directory / name, follows_links=True)
+        with os.fdopen(descriptor, "rb") as opened:
             read_into(opened.fileno(), self._source.first_byte + start, [data])
 
     def receive(self, segment: Segment, data: memoryview) -> None:
@@ -455,7 +477,7 @@ def _faults_of(path: Path) -> Iterator[None]:
             raise SnapshotError(f"there is no snapshot {path}") from error
         if not (path / NAME).exists():
             raise SnapshotError(f"snapshot {path} has no {NAME}: it was never committed") from error
-        raise SnapshotError(f"snapshot {path}: {error}") from error
+        raise SnapshotError(printable(f"snapshot {path}: {error}")) from error
 
 
 def export(
@@ -638,6 +660,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def remove(path: Path) -> None:
     """Remove a snapshot, its manifest first: an incomplete one is never taken for complete."""
+    if path.is_symlink():  # what it leads to stays
+        path.unlink()
+        return
     (path / NAME).unlink(missing_ok=True)  # from here on, it is no snapshot
     sync(path)
     shutil.rmtree(path)  # may be interrupted anywhere

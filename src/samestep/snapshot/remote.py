@@ -17,12 +17,24 @@ from pathlib import Path
 from typing import Final
 
 from samestep.errors import SnapshotError
+from samestep.host import printable
 from samestep.snapshot.files import DataFile, checksum, damage, write_at
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME, Manifest
 from samestep.snapshot.read import check, inspect, remove, sort_snapshots
-from samestep.storage import RETRIES, Retries, Storage, StorageError, sync, write_atomically
+from samestep.storage import (
+    RETRIES,
+    Retries,
+    Storage,
+    StorageError,
+    make_folder,
+    open_regular,
+    read_regular,
+    sync,
+    write_atomically,
+)
 
 _READERS: Final = 4
+_LARGEST_BYTES: Final = 2**16  # of the file below
 # in a run's directory, until remote snapshots of another history are set aside
 _SUPERSEDED: Final = ".superseded.json"
 
@@ -51,7 +63,7 @@ class RemoteDirectory:
         except StorageError:  # it says nothing about the snapshot
             raise
         except SnapshotError as error:
-            raise SnapshotError(f"snapshot {self.url}/{name}: {error}") from error
+            raise SnapshotError(printable(f"snapshot {self.url}/{name}: {error}")) from error
         return manifest
 
     def has_manifest(self, name: str) -> bool:
@@ -133,7 +145,7 @@ class RemoteDirectory:
         return final
 
     def _fetch_files(self, name: str, manifest: Manifest, directory: Path) -> None:
-        directory.mkdir(exist_ok=True)
+        make_folder(directory)
         for path in set(directory.iterdir()) - {directory / file.name for file in manifest.files}:
             path.unlink()  # from a remote snapshot that was replaced
         for file in manifest.files:
@@ -143,7 +155,7 @@ class RemoteDirectory:
         sync(directory)
 
     def _fetch_file(self, path: str, file: DataFile, destination: Path) -> None:
-        descriptor = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(destination, os.O_RDWR | os.O_CREAT)
         present = os.fstat(descriptor).st_size  # bytes that an earlier try may have downloaded
 
         def fetch(segment: tuple[int, int, str]) -> None:
@@ -170,7 +182,7 @@ def superseded(directory: Path, url: str) -> tuple[int, str] | None:
     None if none are left to be moved there.
     """
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        remote, step, folder = json.loads((directory / _SUPERSEDED).read_text("utf-8"))
+        remote, step, folder = json.loads(read_regular(directory / _SUPERSEDED, _LARGEST_BYTES))
         return (int(step), str(folder)) if remote == url else None
     return None
 

@@ -29,7 +29,7 @@ from samestep.snapshot.part import (
 )
 from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.state import States, copy_plain
-from samestep.storage import sync
+from samestep.storage import make_folder, sync
 
 Event = tuple[str, dict[str, Any]]  # its kind and fields
 
@@ -211,7 +211,7 @@ class SnapshotWriter:
         try:
             # an interruption is harmless: data comes first, then the part that vouches for it,
             # then the manifest that names all data
-            directory.mkdir(parents=True, exist_ok=True)
+            make_folder(directory, parents=True)
             path = protocol.data_path(self._rank)
             protocol.send_part(write_part(path, contribution, data, protocol.raise_if_given_up))
             if self._rank == 0:

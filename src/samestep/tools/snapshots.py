@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
+from samestep.host import printable
 from samestep.tools import format_bytes
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -165,7 +166,7 @@ def _export(
         skipped = export(path, Path(file), name, shard_bytes=shard_bytes, dcp=dcp)
     print(f"exported {name} of {newest} to {file}")
     if skipped:
-        print(f"skipped (not tensors): {', '.join(skipped)}")
+        print(printable(f"skipped (not tensors): {', '.join(skipped)}"))
     return 0
 
 

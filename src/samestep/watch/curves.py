@@ -183,6 +183,7 @@ class HostUse:
 
     THROUGHPUTS: Final = ("disk_read", "disk_written", "network_received", "network_sent")
     MOST_GPUS: Final = 64  # of a host
+    MOST_SERIES: Final = 30_000  # no run has as many, and each takes about 1 KB
 
     def __init__(self) -> None:
         self.count = 0  # samples
@@ -199,9 +200,13 @@ class HostUse:
                 values[f"gpu {number}"] = _percent(gpu.get("use"), 1)
                 values[f"gpu_memory {number}"] = _share_of_memory(gpu)
         for name, value in values.items():
-            if value is not None:
-                series = self._series.setdefault((host, name), Table(np.float64, np.float32))
-                series.append((time, value))
+            if value is None:
+                continue
+            if (series := self._series.get((host, name))) is None:
+                if len(self._series) == self.MOST_SERIES:
+                    continue
+                series = self._series[host, name] = Table(np.float64, np.float32)
+            series.append((time, value))
 
     def columns(self) -> dict[tuple[str, str], tuple[NDArray[Any], ...]]:
         """Return times and values by host and measure."""

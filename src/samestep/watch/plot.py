@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samestep.errors import ConfigError, RecordError
 from samestep.watch.curves import AXES
-from samestep.watch.runs import LOCATIONS, open_views
+from samestep.watch.runs import LOCATIONS, open_views, read_all
 from samestep.watch.view import View
 
 if TYPE_CHECKING:  # matplotlib is optional
@@ -97,9 +97,7 @@ def _read(locations: Sequence[str]) -> list[View]:
         if not views.at(location):
             expected = "a run's folder, a folder of runs, or the URL of either"
             raise RecordError(f"no record at {location}; pass {expected}")
-    for view in views.values():
-        view.refresh()
-    return list(views.values())
+    return read_all(views)
 
 
 def _choose(views: Iterable[View], wanted: str | None) -> list[str]:

@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 from samestep.errors import ConfigError, RecordError
 from samestep.host import counted
 from samestep.watch.curves import AXES
-from samestep.watch.runs import LOCATIONS, check_locations, open_views
+from samestep.watch.runs import LOCATIONS, check_locations, open_views, read_all
 from samestep.watch.view import View
 
 MOST_POINTS: Final = 1000  # per curve
@@ -78,9 +78,7 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> HtmlReport:
     of image files included. Raises `RecordError` if there is no run.
     """
     locations = list(locations)
-    views = list(open_views(*locations).values())
-    for view in views:
-        view.refresh()
+    views = read_all(open_views(*locations))
     if not views:
         raise RecordError(
             f"no run at or below {' or '.join(locations)}; pass a folder with an events.jsonl"

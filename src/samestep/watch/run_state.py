@@ -16,7 +16,7 @@ from samestep.host import counted
 from samestep.record.events import NON_FINITE
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
-from samestep.watch.timings import RECENT, Timings, seconds_of, started_workers
+from samestep.watch.timings import MOST_TIMED, RECENT, Timings, seconds_of, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
 
@@ -32,6 +32,7 @@ SYSTEM: Final = "system"
 # events of other processes and threads, which go on while workers wait
 APART: Final = ("sink", "image", "images_dropped")
 LONGEST_TEXT: Final = 1000
+MOST_SCALARS: Final = 10_000  # by name: each takes about 1 KB, but only some bytes of a record
 GOOD, BAD, INFO = "good", "bad", "info"
 
 
@@ -110,6 +111,7 @@ class RunState:
         self._started_at: float | None = None  # the last start
         self._trained: tuple[Event, Event] | None = None  # the last start with a loop, and the loop
         self._image_count = 0
+        self._has_many = False  # more scalars than are shown
 
     def skip_lines(self, count: int) -> None:
         """Count lines that are torn or no events."""
@@ -225,6 +227,9 @@ class RunState:
             if not isinstance(value, (int, float)):
                 continue
             if (curve := self.curves.get(name)) is None:
+                if len(self.curves) == MOST_SCALARS:
+                    self._report_many(position, time)
+                    continue
                 curve = self.curves[name] = Curve()
             edges = to_float(low.get(name)), to_float(high.get(name))
             curve.append(position, time, to_float(value), *edges)
@@ -234,6 +239,12 @@ class RunState:
         self.epoch = epoch
         self._reach(position[0], time)
 
+    def _report_many(self, position: StepPosition, time: float) -> None:
+        if not self._has_many:
+            text = f"more than {MOST_SCALARS} scalars: the others are not shown"
+            self.timeline.append(TimelineEvent(time, "many", int(position[0]), text, BAD, None))
+        self._has_many = True
+
     def _add_timing(self, event: dict[str, Any], time: float) -> None:
         position, workers = _position(event), event.get("workers")
         if position is None:
@@ -242,7 +253,7 @@ class RunState:
             position[0], time, self.attempts, event
         ):
             self._reach(position[0] + 1, time)
-        if not isinstance(workers, list) or not workers:
+        if not isinstance(workers, list) or not 0 < len(workers) <= MOST_TIMED:
             return
         if all(isinstance(worker, dict) for worker in workers):
             seconds = [seconds_of(worker) for worker in workers]

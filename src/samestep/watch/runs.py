@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.config import is_url
-from samestep.errors import ConfigError
-from samestep.record.source import RunLocation
+from samestep.errors import ConfigError, RecordError
+from samestep.host import printable
+from samestep.masking import mask_urls
+from samestep.record.source import MAX_FOLDERS, RunLocation
 from samestep.watch.view import View
 
 logger = logging.getLogger("samestep")
@@ -61,7 +63,10 @@ class Views(Mapping[str, View]):
         return list(self._views[location].values())
 
     def scan(self, location: str) -> bool:
-        """Update the runs at a location; return whether that changed any. Raises `RecordError`."""
+        """Update the runs at a location; return whether that changed any.
+
+        Raises `RecordError` if the location cannot be read, or has too many folders to search all.
+        """
         prefix, before = self._prefixes[location], self._views[location]
         views = {}
         for path in self._places[location].find():
@@ -69,6 +74,11 @@ class Views(Mapping[str, View]):
             name = _name(location) if run == "." else run
             views[run] = before.get(run) or View(self._places[location].source(path), run, name)
         self._views[location] = views
+        if self._places[location].is_cut:
+            raise RecordError(
+                f"{location} has more than {MAX_FOLDERS} folders, so not all runs are shown; "
+                "pass a folder with fewer"
+            )
         return views.keys() != before.keys()
 
 
@@ -80,8 +90,26 @@ def open_views(*locations: str | Path) -> Views:
     """
     views = Views(*locations)
     for location in views.locations:
-        views.scan(location)
+        try:
+            views.scan(location)
+        except RecordError as error:
+            if not views.at(location):
+                raise
+            logger.warning("%s", error)
     return views
+
+
+def read_all(views: Views) -> list[View]:
+    """Read the records of all runs, and return those that can be read; warn of the others."""
+    read = []
+    for view in views.values():
+        try:
+            view.refresh()
+            read.append(view)
+        except Exception as error:  # noqa: BLE001  one run's fault must not affect the others
+            text = f"skipped {view.source.location}: {type(error).__name__}: {error}"
+            logger.warning("%s", printable(text))
+    return read
 
 
 def check_locations(locations: Iterable[str]) -> None:
@@ -109,7 +137,9 @@ def _prefixes(locations: list[str]) -> dict[str, str]:
 
 
 def _name(location: str) -> str:
-    return (Path(location) if is_url(location) else Path(location).absolute()).name or location
+    return (
+        Path(mask_urls(location)) if is_url(location) else Path(location).absolute()
+    ).name or location
 
 
 @dataclass(frozen=True)
@@ -168,14 +198,15 @@ class Follower(threading.Thread):
     def _scan(self) -> bool:
         """Find new and removed runs, and return whether there were any."""
         before = {view.id for view in self._views.at(self._location)}
-        is_new = self._try(self._location, lambda: self._views.scan(self._location))
+        shown = mask_urls(self._location)
+        is_new = self._try(shown, lambda: self._views.scan(self._location))
         views = {view.id: view for view in self._views.at(self._location)}
         after = set(views)
         seen = {name for name in after - self._peeked if self._peek(views[name])}
         self._peeked = after
         if changed := (before ^ after) | seen:
             locations = {view.source.location for view in self._views.at(self._location)}
-            for gone in self.faults.keys() - locations - {self._location}:
+            for gone in self.faults.keys() - locations - {shown}:
                 del self.faults[gone]
             self._notify(changed)
         return is_new
@@ -206,7 +237,8 @@ class Follower(threading.Thread):
             if self.faults.get(location) != fault:
                 self.faults[location] = fault
                 self._notify(set())
-                logger.warning("cannot read %s, will try again: %s", location, fault)
+                text = f"cannot read {location}, will try again: {fault}"
+                logger.warning("%s", printable(text))
             return False
         if self.faults.pop(location, None) is not None:
             self._notify(set())

@@ -28,6 +28,8 @@ from samestep.watch.curves import (
 EXCHANGE: Final = PARTS.index("exchange")
 OTHER: Final = "other"
 RECENT: Final = 100  # steps
+MOST_WORKERS: Final = 2**16  # of a start
+MOST_TIMED: Final = 2**12  # workers with seconds of their own: earlier versions recorded all
 NO_QUANTILES: Final = (math.nan,) * len(QUANTILES)
 CLEARLY_SLOWER: Final = 1.1  # than the median of all workers, the faster one of two
 
@@ -279,7 +281,7 @@ def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, An
 def started_workers(start: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the fields of each worker in a start event."""
     workers = start.get("workers")
-    workers = workers if isinstance(workers, list) else []
+    workers = workers[:MOST_WORKERS] if isinstance(workers, list) else []
     return [worker if isinstance(worker, dict) else {} for worker in workers]
 
 

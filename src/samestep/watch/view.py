@@ -211,6 +211,7 @@ class View:
         with self._lock:
             run, now = self._run, time.time()
             row, config = self._row(run, now), run.start.get("config")
+            config = _config(config) if isinstance(config, dict) else {}
             return {
                 **row,
                 **self._notes(),
@@ -230,8 +231,8 @@ class View:
                 "parts": run.timings.parts(),
                 "samples": run.hosts.count,
                 "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
-                "config": _config(config) if isinstance(config, dict) else {},
-                "defaults": _defaults(config) if isinstance(config, dict) else [],
+                "config": config,
+                "defaults": _defaults(config),
                 **_origin(run),
                 "sinks": [
                     {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
@@ -12,15 +13,16 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, cast
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from samestep.config import Config, is_url
 from samestep.errors import ConfigError, RecordError
+from samestep.masking import mask_urls
 from samestep.record.cursor import Cursor, Destination
-from samestep.record.events import FILE_NAME, parse_events, to_json
+from samestep.record.events import FILE_NAME, parse_events, read_lines, to_json
 from samestep.record.files import FOLDER
 from samestep.record.source import STARTS, Source
-from samestep.storage import Storage
+from samestep.storage import Storage, make_folder, open_regular
 
 # class and required package by name; samestep's extras have the sinks' names
 NAMED: Final = {
@@ -46,13 +48,13 @@ class SinkSpec(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the record, which has no URL of a hook, because that is often secret."""
-        return HOOK if self.option == HOOK else self.value
+        """The name in the record, without secrets; the URL of a hook is often one."""
+        return HOOK if self.option == HOOK else mask_urls(self.value)
 
     @property
     def flag(self) -> str:
         """The arguments with which the exporter's command sends to this sink."""
-        return f"{FLAGS[self.option]} {'VALUE' if self.option == HOOK else self.value}"
+        return f"{FLAGS[self.option]} {'VALUE' if self.option == HOOK else self.name}"
 
 
 def sinks_of(config: Config) -> list[SinkSpec]:
@@ -133,9 +135,15 @@ def _post(url: str, event: Mapping[str, Any]) -> None:
     """Send an event as JSON. Raises `OSError`, including for a status other than 2xx."""
     headers = {"Content-Type": "application/json", "User-Agent": "samestep"}
     request = Request(url, to_json(event).encode(), headers)  # noqa: S310  the option has http(s)
-    with urlopen(request, timeout=HOOK_SECONDS) as response:  # noqa: S310
-        if response.url != request.full_url:  # urllib sends no content to the new address
-            raise ConnectionError(f"the server redirects to {response.url}; use that URL")
+    with build_opener(_NoRedirects).open(request, timeout=HOOK_SECONDS):
+        pass
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Sends nothing to other addresses, which could be those of internal servers."""
+
+    def redirect_request(self, *arguments: Any, **_: Any) -> None:
+        raise ConnectionError(f"the server redirects to {arguments[-1]}; use that URL")
 
 
 def find_function(name: str) -> Callable[[str], object]:
@@ -273,11 +281,11 @@ def begin_hook(directory: Path) -> None:
     cursor = Cursor(directory)
     if cursor.get(HOOK) is not None:
         return
-    (directory / FOLDER).mkdir(exist_ok=True)
+    make_folder(directory / FOLDER)
     offset = last = 0
     failures: list[tuple[float, int]] = []  # since the last start: times and offsets
-    with (directory / FILE_NAME).open("rb") as lines:
-        for line in lines:
+    with os.fdopen(open_regular(directory / FILE_NAME), "rb") as lines:
+        for line in read_lines(lines):
             for event in parse_events([line]):
                 kind, time = event.get("event"), event.get("time")
                 since = time if isinstance(time, float) else math.inf  # of a damaged event

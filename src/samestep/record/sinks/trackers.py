@@ -24,9 +24,11 @@ from samestep.record.events import read_events
 from samestep.record.images import safe_name
 from samestep.record.sinks import package_error
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position, valid_until
+from samestep.storage import make_folder, read_regular
 
 MLFLOW_FOLDER: Final = "mlflow"
 RUN_FILE: Final = "run-id"
+LONGEST_ID: Final = 1000  # bytes
 EXPERIMENT: Final = "samestep"
 STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 MAX_METRICS: Final = 1000  # per request
@@ -75,7 +77,7 @@ class MlflowSink:
             raise package_error("mlflow") from error
         self._metric, self._parameter, self._tag = Metric, Param, RunTag
         folder = directory / MLFLOW_FOLDER
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         uri = os.environ.get("MLFLOW_TRACKING_URI") or folder.resolve().as_uri()
         self._client = MlflowClient(uri)
         run = self._open_run(folder / RUN_FILE, directory.resolve().name)
@@ -87,7 +89,7 @@ class MlflowSink:
     def _open_run(self, file: Path, name: str) -> Any:
         from mlflow.exceptions import MlflowException
 
-        if file.exists() and (run_id := file.read_text()):
+        if run_id := _saved_id(file):
             try:
                 return self._client.get_run(run_id)
             except MlflowException as error:
@@ -177,7 +179,7 @@ class WandbSink:
     def __init__(self, directory: Path) -> None:
         """Start the wandb service and the run. Raises `ConfigError` without the package wandb."""
         folder = directory / WANDB_FOLDER
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
@@ -236,8 +238,12 @@ class WandbSink:
         return f"metric/{name}"
 
 
+def _saved_id(file: Path) -> str:
+    return read_regular(file, LONGEST_ID).decode() if os.path.lexists(file) else ""
+
+
 def _run_id(file: Path) -> str:
-    if file.exists() and (run_id := file.read_text()):
+    if run_id := _saved_id(file):
         return run_id
     new = secrets.token_hex(8)
     file.write_text(new)
@@ -350,7 +356,7 @@ class TensorBoardSink:
 
 def _next_file(folder: Path) -> Path:
     """Return the path of a new file that sorts last, because readers sort files by name."""
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     suffixes = [path.suffix[1:] for path in folder.glob(f"{_EVENT_FILE}.*")]
     last = max((int(suffix) for suffix in suffixes if re.fullmatch(r"\d+", suffix)), default=0)
     return folder / f"{_EVENT_FILE}.{last + 1:010d}"
