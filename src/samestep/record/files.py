@@ -29,7 +29,7 @@ from typing import Any, Final
 from samestep.errors import RecordError
 from samestep.handoff import LauncherState
 from samestep.record.events import cannot_begin
-from samestep.storage import write_atomically
+from samestep.storage import make_directory, write_atomically
 
 NAME: Final = "run.lock"
 HEARTBEAT_SECONDS: Final = 5.0
@@ -56,7 +56,7 @@ class DirectoryLock:
         self._lost_seconds = min(LOST_SECONDS, timeout / 2)  # other workers wait for this one
         self._closed = threading.Event()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise cannot_begin(directory, error) from error
