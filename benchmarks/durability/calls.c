@@ -1,8 +1,9 @@
 /* Preloaded into a process: records the calls that change files below $CALLS_ROOT, or fails one.
 
 Each call is appended to $CALLS_LOG as a header (see `Header`), paths relative to the root, and the
-data that it wrote. With $CALLS_FAULT, "errno when call pattern", only the call number `when` with
-that name whose path matches the pattern is recorded, and fails; errno 0 writes half of the data.
+data that it wrote. With $CALLS_FAULT, "errno is_worker when call pattern", only the call number
+`when` with that name whose path matches the pattern is recorded, and fails; errno 0 writes half of
+the data. It is a call of process $CALLS_WORKER, or of another one.
 */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,11 +26,11 @@ that name whose path matches the pattern is recorded, and fails; errno 0 writes 
 
 typedef struct {
     char call[16];
-    int64_t error, offset, new_size, path_bytes, other_bytes, data_bytes;
+    int64_t is_worker, error, offset, new_size, path_bytes, other_bytes, data_bytes;
 } Header;
 
 static char root[PATH_MAX], failing_call[16], pattern[PATH_MAX];
-static int log_file = -1, fault_error;
+static int log_file = -1, fault_error, is_worker;
 static long when; /* 0: record all calls */
 static atomic_long matches;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* beside `flock`, for threads */
@@ -40,10 +41,14 @@ __attribute__((constructor)) void calls_configure(void) {
     log_file = -1;
     when = matches = 0;
     if (!root_text || !realpath(root_text, root)) return;
-    if (fault) sscanf(fault, "%d %ld %15s %s", &fault_error, &when, failing_call, pattern);
+    const char *worker = getenv("CALLS_WORKER");
+    is_worker = worker && atoi(worker) == getpid();
+    int fails_worker = is_worker;
+    if (fault) sscanf(fault, "%d %d %ld %15s %s", &fault_error, &fails_worker, &when, failing_call, pattern);
     int (*real)(const char *, int, ...) = dlsym(RTLD_NEXT, "open");
     log_file = real(getenv("CALLS_LOG"), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
-    if (when && lseek(log_file, 0, SEEK_END)) log_file = -1; /* the call failed in another process */
+    /* the call belongs to another process, or has failed in an earlier one */
+    if (when && (fails_worker != is_worker || lseek(log_file, 0, SEEK_END))) log_file = -1;
 }
 
 /* Return a path relative to the root, or NULL if it is not below it. "" is the root itself. */
@@ -65,7 +70,7 @@ static const char *below(char *buffer, int folder, const char *path) {
 
 static void record(const char *call, int error, int64_t offset, int64_t new_size, const char *path,
                    const char *other, const void *data, size_t size) {
-    Header header = {"", error, offset, new_size, strlen(path), strlen(other), size};
+    Header header = {"", is_worker, error, offset, new_size, strlen(path), strlen(other), size};
     strncpy(header.call, call, sizeof header.call - 1);
     struct iovec parts[] = {{&header, sizeof header}, {(void *)path, strlen(path)},
                             {(void *)other, strlen(other)}, {(void *)data, size}};

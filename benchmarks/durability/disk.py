@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Entries = dict[str, Any]  # files and folders by name, None for a name that is removed
-HEADER = struct.Struct("=16s6q")
+HEADER = struct.Struct("=16s7q")
 BLOCK = 512
 # of what is not synced: all is lost, all is there, only names, only content, or a random mixture
 LOSSES = ("all", "none", "content", "names", "some")
@@ -26,6 +26,7 @@ class Call(NamedTuple):
     """A call with its paths relative to the root, and the data that it wrote; `error` if failed."""
 
     name: str
+    is_worker: int  # 0 for the process that sends the record
     error: int
     offset: int
     new_size: int  # -1 if it stays
@@ -46,12 +47,12 @@ def read_calls(path: Path) -> Iterator[Call]:
         name, *numbers = HEADER.unpack_from(content, start)
         start += HEADER.size
         texts = []
-        for size in numbers[3:]:
+        for size in numbers[4:]:
             texts.append(content[start : start + size])
             start += size
         path_text, other, data = texts
         yield Call(
-            name.rstrip(b"\0").decode(), *numbers[:3], path_text.decode(), other.decode(), data
+            name.rstrip(b"\0").decode(), *numbers[:4], path_text.decode(), other.decode(), data
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import samestep as ss
 
 STEPS = 4
 KEPT = 2
-COPY_SECONDS = 5.0
+COPY_SECONDS = 30.0
 
 
 def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -36,7 +37,7 @@ def train(folder: Path) -> str:
         samples = torch.utils.data.TensorDataset(points, targets)
         for batch in run.batches(samples, batch_size=8, epochs=1):
             if run.step:
-                _wait_for(remote / f"step-{run.step:08d}" / "manifest.json")
+                _wait_for_copy(folder, f"step-{run.step:08d}/manifest.json")
             means = run.backward(loss_fn, model, batch)
             optimizer.step()
             optimizer.zero_grad()
@@ -50,8 +51,11 @@ def train(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _wait_for(copied: Path) -> None:
-    # Otherwise, how many snapshots are copied would depend on the time.
+def _wait_for_copy(folder: Path, manifest: str) -> None:
+    """Wait until a snapshot is copied or has failed, so that all runs make the same copies."""
     deadline = time.monotonic() + COPY_SECONDS
-    while not copied.exists() and time.monotonic() < deadline:
+    while not (folder / "remote" / manifest).exists() and time.monotonic() < deadline:
+        is_writing = any(thread.name.startswith("write step") for thread in threading.enumerate())
+        if not is_writing and not (folder / "run" / manifest).exists():
+            return
         time.sleep(0.002)

@@ -9,7 +9,7 @@ from tests.needs import needs
 
 
 def call(name, path, data=b"", *, offset=0, new_size=-1, other=""):
-    return Call(name, 0, offset, new_size, path, other, data)
+    return Call(name, 1, 0, offset, new_size, path, other, data)
 
 
 def left(tmp_path, calls, loss):
@@ -68,4 +68,5 @@ def test_no_failed_call_and_no_power_loss_loses_anything():
     command = [sys.executable, "-m", "benchmarks.durability", "--sample", "6", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 failures of 6 calls and 8 power losses" in done.stdout
+    assert "6 failures of" in done.stdout
+    assert "and 8 power losses" in done.stdout
