@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import RecordError
+from samestep.storage import sync
 
 FILE_NAME: Final = "events.jsonl"
 FORMAT: Final = 1  # of a record; it grows when older versions of samestep can no longer read it
@@ -58,6 +59,7 @@ class EventFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, flags, 0o644)
+            sync(path.parent)  # before a snapshot is committed, which continues this record
             size = os.fstat(self._descriptor).st_size
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError as error:

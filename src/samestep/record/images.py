@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.storage import write_atomically
+from samestep.storage import make_directory, write_atomically
 
 FOLDER: Final = "images"
 MODES: Final = {(): "L", (1,): "L", (3,): "RGB"}
@@ -69,7 +69,7 @@ def write_picture(directory: Path, picture: Picture) -> int:
     size = picture.width, picture.height
     Image.frombytes(picture.mode, size, picture.data).save(png, format="png")
     try:
-        file.parent.mkdir(exist_ok=True)
+        make_directory(file.parent)
         write_atomically(file, png.getvalue())
     except OSError as error:
         raise RecordError(f"{file} cannot be written: {error.strerror}") from error
