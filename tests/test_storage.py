@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep import storage as module
 from samestep.errors import ConfigError
-from samestep.storage import Retries, Storage, StorageError, open_regular, read_regular
+from samestep.storage import (
+    Retries,
+    Storage,
+    StorageError,
+    make_directory,
+    open_regular,
+    read_regular,
+)
 from tests.snapshot.faulty import HASTY, URL, failing, faulty_storage
 
 HOLDER = """
@@ -47,6 +55,34 @@ def far():
 @pytest.fixture
 def storage(far):
     return Storage(URL, HASTY)
+
+
+def test_names_of_new_directories_are_synced(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(module, "sync", synced.append)
+    make_directory(tmp_path / "a" / "b")
+    assert sorted(synced) == [tmp_path, tmp_path / "a"]
+    make_directory(tmp_path / "a" / "b")  # as after a kill before the sync
+    assert synced[2:] == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize("method", ["write", "create", "send", "copy"])
+def test_a_file_of_this_host_appears_complete_and_durable(tmp_path, monkeypatch, method):
+    source, target = tmp_path / "source", tmp_path / "far" / "step" / "data"
+    source.write_bytes(b"123")
+    synced = []
+
+    def sync(path):
+        synced.append((path.read_bytes() if path.is_file() else path, target.exists()))
+
+    monkeypatch.setattr(module, "sync", sync)
+    storage = Storage(f"file://{tmp_path}", HASTY)
+    if method in {"write", "create"}:
+        getattr(storage, method)("far/step/data", b"123")
+    else:
+        getattr(storage, method)(source if method == "send" else "source", "far/step/data")
+    assert sorted(synced[:2]) == [(tmp_path, False), (tmp_path / "far", False)]
+    assert synced[2:] == [(b"123", False), (target.parent, True)]
 
 
 @given(st.integers(1, 12), st.floats(0.01, 10), st.floats(0.01, 100))

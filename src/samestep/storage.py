@@ -129,6 +129,18 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
 
 
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents, if they are missing, with durable names.
+
+    That of an existing directory is synced as well: whoever made it may have been killed before.
+    """
+    folders = [path, *(parent for parent in path.parents if not parent.exists())]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        with suppress(PermissionError):  # of a parent that cannot be read
+            sync(folder.parent)
+
+
 def sync(path: Path) -> None:
     """Wait until the content of a file or directory would survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -253,11 +265,21 @@ class Storage:
 
     def send(self, source: Path, path: str) -> None:
         """Upload a local file, replacing an existing one."""
-        self._try("write", path, lambda files, target: files.put_file(str(source), target))
+
+        def send(files: Any, target: str) -> None:
+            with _durable(files, target) as destination:
+                files.put_file(str(source), destination)
+
+        self._try("write", path, send)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, replacing an existing one."""
-        self._try("write", path, lambda files, target: files.pipe_file(target, data))
+
+        def write(files: Any, target: str) -> None:
+            with _durable(files, target) as destination:
+                files.pipe_file(destination, data)
+
+        self._try("write", path, write)
 
     def create(self, path: str, data: bytes) -> None:
         """Write a small file that does not exist yet.
@@ -268,9 +290,12 @@ class Storage:
 
     def copy(self, path: str, to: str) -> None:
         """Copy a file within the storage."""
-        self._try(
-            "copy", path, lambda files, target: files.cp_file(target, f"{self._root[1]}/{to}")
-        )
+
+        def copy(files: Any, target: str) -> None:
+            with _durable(files, f"{self._root[1]}/{to}") as destination:
+                files.cp_file(target, destination)
+
+        self._try("copy", path, copy)
 
     def remove(self, path: str, *, folder: bool = False) -> None:
         """Remove a file, or a folder with all its content; it may be missing."""
@@ -323,10 +348,27 @@ class Storage:
         return files, path.rstrip("/")
 
 
+@contextmanager
+def _durable(files: Any, target: str, *, is_new: bool = False) -> Iterator[str]:
+    """Yield the path to write a file to. On this host, it then appears complete and durable.
+
+    Object stores do that by themselves.
+    """
+    if files.protocol != ("file", "local"):
+        yield target
+        return
+    make_directory(Path(target).parent)
+    with atomic_path(Path(target)) as temporary:
+        yield str(temporary)
+        if is_new and Path(target).exists():
+            raise FileExistsError(target)
+
+
 def _create(files: Any, target: str, data: bytes) -> None:
     parameters = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
     try:
-        files.pipe_file(target, data, **({"mode": "create"} if "mode" in parameters else {}))
+        with _durable(files, target, is_new=True) as path:
+            files.pipe_file(path, data, **({"mode": "create"} if "mode" in parameters else {}))
     except Exception as error:
         existing = None
         with suppress(Exception):

@@ -201,3 +201,10 @@ def test_a_newer_format_is_refused_with_the_version_to_install(tmp_path):
         RecordError, match=r"format 1 or less, got 2; install samestep 7\.5 or newer"
     ):
         list(read_events(tmp_path))
+
+
+def test_the_name_of_a_new_record_is_durable_before_a_snapshot(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("samestep.record.events.sync", synced.append)
+    EventFile(tmp_path / FILE_NAME).close()
+    assert synced == [tmp_path]

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 
 from samestep.errors import RecordError
 from samestep.host import printable
-from samestep.storage import open_regular
+from samestep.storage import open_regular, sync
 
 FILE_NAME: Final = "events.jsonl"
 LONGEST_LINE: Final = 2**24  # bytes; readers hold a line in memory
@@ -60,6 +60,7 @@ class EventFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            sync(path.parent)  # before a snapshot is committed, which continues this record
             size = os.fstat(self._descriptor).st_size
             self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError as error:

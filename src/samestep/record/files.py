@@ -29,7 +29,7 @@ from samestep.errors import RecordError
 from samestep.handoff import LauncherState
 from samestep.host import kernel_id
 from samestep.record.events import cannot_begin
-from samestep.storage import open_regular, read_regular, write_atomically
+from samestep.storage import make_directory, open_regular, read_regular, write_atomically
 
 NAME: Final = "run.lock"
 LARGEST_LOCK: Final = 4096  # bytes
@@ -57,7 +57,7 @@ class DirectoryLock:
         self._lost_seconds = min(LOST_SECONDS, timeout / 2)  # other workers wait for this one
         self._closed = threading.Event()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise cannot_begin(directory, error) from error

@@ -1,0 +1,46 @@
+"""Fail every call that writes, and lose the power at every sync: each time, a run resumes exactly.
+
+usage: python -m benchmarks.durability [--sample 10 10] [--seed 0] [--parallel 2]
+
+A small run with snapshots, retention, a record and a remote copy is recorded, call by call, by a
+library that is preloaded (calls.c). Then each call fails once with each error, in a new run; and
+directories are made as a power loss may leave them. After each, the run is started again: it must
+resume from the newest valid snapshot and end with the bits and the record of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("calls.c")
+LIBRARY = "LD_PRELOAD"
+
+
+def main() -> int:
+    """Run all trials, in a process with the library; return 1 if one lost something."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--sample", type=int, nargs=2, metavar=("FAILURES", "LOSSES"), help="of all trials")
+    add("--seed", type=int, default=0, help="of the sample and the power losses (default: 0)")
+    add("--parallel", type=int, default=2, help="trials at a time (default: 2)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="durability-") as folder:
+        library = f"{folder}/calls.so"
+        if os.environ.get(LIBRARY, "").endswith("/calls.so"):
+            from benchmarks.durability.trials import campaign  # loads torch
+
+            return campaign(Path(folder), options)
+        compile_it = ["gcc", "-O1", "-shared", "-fPIC", "-o", library, str(SOURCE), "-ldl"]
+        subprocess.run(compile_it, check=True)
+        again = [sys.executable, "-m", "benchmarks.durability", *sys.argv[1:]]
+        environment = {**os.environ, LIBRARY: library}
+        return subprocess.run(again, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
