@@ -29,12 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     with ss.init(
         dir=flags.dir,
+        read_only=flags.eval,
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
         settings=settings,
     ) as run:
-        check(settings, run.lanes)
+        check(settings, 1 if flags.eval else run.lanes)  # an evaluation has no lanes
         actions = Game(settings.game).actions
         networks = {
             name: run.replicate(QNetwork(settings.model, settings.game, actions))
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         scores = evaluate(run, settings, networks["online"])
         random_play = evaluate(run, settings, networks["online"], exploration=1.0)
         run.print(f"step {run.step}: {shown(scores)}\nrandom play: {shown(random_play)}")
-        write_scores(run, run.dir, scores, random_play=random_play)
+        write_scores(run, flags.dir, scores, random_play=random_play)
         return scores
 
 

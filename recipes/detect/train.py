@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import samestep as ss
 from recipes.detect.config import Settings
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     with ss.init(
         dir=flags.dir,
+        read_only=flags.eval,
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
@@ -41,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         if run.step == 0:  # no snapshot was found
             raise SettingsError("--eval needs the --dir of a run with a snapshot")
         run.track(model=model)  # restores it from the snapshot
-        scores = evaluate(run, settings, model, images)
+        scores = evaluate(run, settings, model, images, flags.dir)
         run.print(f"step {run.step}: {shown(scores)}")
-        write_scores(run, run.dir, scores)
+        write_scores(run, flags.dir, scores)
         return scores
 
 
@@ -83,19 +85,22 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         scheduler.step()
 
         if progress.is_due(settings.evaluate_every):
-            scores = evaluate(run, settings, model, images)
+            scores = evaluate(run, settings, model, images, run.dir)
             run.log(**scores)
             run.snapshot(score=scores["mask_ap"])
             progress.print(f"step {loop.step}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(run, settings, model, images)  # a finished run has no steps left
+    # a finished run has no steps left
+    return scores or evaluate(run, settings, model, images, run.dir)
 
 
-def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) -> dict[str, float]:
+def evaluate(
+    run: ss.Run, settings: Settings, model: Detector, images: Split, directory: Path | None
+) -> dict[str, float]:
     """Return the average precisions on all held-out images.
 
     Images are predicted one at a time, without padding. Rank 0 gets the predictions, scores them,
-    and writes them and a picture into the run's directory.
+    writes them into the directory, and records a picture.
     """
     val = images.val
     predictions = run.evaluate(
@@ -110,8 +115,8 @@ def evaluate(run: ss.Run, settings: Settings, model: Detector, images: Split) ->
     scores = None
     if run.is_main:
         scores = average_precision(val.truth, predictions)
-        if run.dir is not None:
-            write_predictions(run.dir, predictions)
+        if directory is not None:
+            write_predictions(directory, predictions)
             run.log_image("val", draw_examples(val, predictions))
     return run.broadcast(scores)
 

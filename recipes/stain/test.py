@@ -39,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         flags_parser.error("--dir is required: the directory of a run")
     settings = read(Settings, [str(flags.dir / SETTINGS_FILE), *flags.settings])
     with ss.init(
-        dir=flags.dir, lanes=settings.lanes, seed=settings.seed, precision=settings.precision
+        dir=flags.dir,
+        read_only=True,
+        lanes=settings.lanes,
+        seed=settings.seed,
+        precision=settings.precision,
     ) as run:
         if run.step == 0:
             raise SettingsError(f"{flags.dir} has no snapshot; expected the --dir of a trained run")

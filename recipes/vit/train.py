@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(arguments)
     with ss.init(
         dir=flags.dir,
+        read_only=flags.eval,
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         run.track(**models)  # restores them from a snapshot
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {training.shown(scores)}")
-        write_scores(run, flags.out or run.dir, scores)
+        write_scores(run, flags.out or flags.dir, scores)
         return scores
 
 

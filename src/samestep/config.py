@@ -12,7 +12,7 @@ import os
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -57,6 +57,9 @@ class Config:
     resume_strict: bool = option(
         False,
         "refuse to resume if results may differ, because versions, threads, devices, ... changed",
+    )
+    read_only: bool = option(
+        False, "only read snapshots of dir or remote, of any run, and write nothing: to evaluate"
     )
     precision: str = option(
         "float32", "float32, or bfloat16 or float16 for autocast in forward passes"
@@ -177,7 +180,7 @@ class Config:
 
     def check_dir(self) -> None:
         """Raise `ConfigError` if an option needs `dir`, once all options are known."""
-        if self.dir is not None:
+        if self.dir is not None or self.read_only:
             return
         resume = self.resume if is_url(self.resume) else None
         options = {"remote": self.remote, "transfer": self.transfer, "resume": resume}
@@ -206,6 +209,12 @@ class Config:
             raise ConfigError(
                 f"devices={names} requires device={kinds.pop()} or auto, got {self.device!r}"
             )
+
+    def without_writing(self) -> Config:
+        """Return the options of a run that writes no file and makes no step."""
+        names = "dir", "remote", "transfer", "sinks", "on_event", "snapshot_every", "hot_every"
+        nothing: dict[str, Any] = dict.fromkeys((*names, "lanes"))
+        return replace(self, **nothing)
 
     @property
     def snapshot_steps(self) -> int | None:

@@ -14,7 +14,7 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import DataError
+from samestep.errors import ConfigError, DataError
 from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, announce
@@ -144,13 +144,19 @@ class Progress:
         """Start the step of a batch; `complete` advances the loop and returns its next epoch.
 
         What the body draws depends on the seed and the step, so it is the same on all workers and
-        after a resume. Raises `DataError` in the body of another loop.
+        after a resume. Raises `DataError` in the body of another loop, and `ConfigError` in a run
+        that only reads.
         """
         if self._current is not None and not self._current.left:
             raise DataError(
                 "loops cannot be nested, because every batch is a step: "
                 "a batch was taken from one loop in the body of another; "
                 "put everything a step needs into one data set or stream"
+            )
+        if self._config.read_only:
+            raise ConfigError(
+                "a step was begun, but with read_only=True nothing is saved; use it to evaluate, "
+                "and start a training without it"
             )
         if self._is_last():
             # A resumed run may already be at `stop_after`.

@@ -100,7 +100,8 @@ class Run(Collectives, Recording):
         self.has_terminal = self.is_main and reaches_terminal()
         # Joins the other workers, and loads the snapshot to resume from.
         self._session = session = Session(config, process, settings or {})
-        self.config, self.dir, self.lanes = session.config, config.dir, session.lanes.lanes
+        self.config, self.dir = session.config, session.config.dir
+        self.lanes = session.lanes.lanes
         self.devices, self.device = session.devices, session.devices[0]
         self._world, self._record = session.world, session.record
         self._lanes, self._progress = session.lanes, session.progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import socket
 import sys
 import traceback
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from samestep.config import Config, is_url
 from samestep.data.agreement import DataCheck
 from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
-from samestep.errors import ConfigError, RecordError, SamestepError
+from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.masking import mask, mask_urls, mask_words
@@ -61,7 +63,8 @@ class Session:
         # Devices depend on the local rank, which `locate` finds if no launcher has told it.
         self._process = process = locate(process, config.timeout)
         self._settings = settings
-        self.config = config
+        self._source = config  # of the snapshot
+        self.config = config = config.without_writing() if config.read_only else config
         # what worker 0 wrote to the directory, until all hosts have seen it
         self._lock: str | None = None
         self._exits = ExitStack()
@@ -116,10 +119,11 @@ class Session:
             config.hot_every,
             stages=self.devices[0].type == "cpu",
         )
-        has_begun = in_memory.has_begun(attempt_number)
+        has_begun = in_memory.has_begun(attempt_number) and not config.read_only
         # Before the lane engine, because a resumed run has the lanes of its snapshot. The state
         # waits in memory until the script tracks the objects that it belongs to.
-        resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
+        find = find_snapshot if not config.read_only else find_snapshot_of_others
+        resumed = find(self._source, world, self.record, in_memory, has_begun=has_begun)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
         # in the names of data files, so that no start overwrites those of another one
@@ -338,6 +342,8 @@ class Session:
                 resumed.info.get("workers", size),
             )
         text = f"{workers}{f' (was {before})' * (before != size)}, {lanes} lane{'s' * (lanes != 1)}"
+        if self.config.read_only:
+            return f"{text}; reads {self._source.dir or self._source.remote}, and saves nothing"
         if folder is None:
             return f"{text}; without a directory (--dir), nothing is saved"
         return f"{text}, {folder} (watch: samestep watch {folder})"
@@ -433,6 +439,40 @@ def find_snapshot(
     return load_together(Path(config.resume), world)
 
 
+def find_snapshot_of_others(
+    config: Config, world: World, record: Record, in_memory: InMemorySnapshots, *, has_begun: bool
+) -> Snapshot | None:
+    """Load a snapshot as `find_snapshot` does, and write nothing into `dir`.
+
+    Another run may train there. If it removes all snapshots that were there, look again. Remote
+    snapshots are downloaded into a temporary directory; those in `dir` are preferred.
+    """
+    local = replace(config, remote=None)
+    while not is_url(config.resume):
+        paths = list_snapshots(config.dir) if config.dir is not None else []
+        before = world.broadcast_json(list(map(str, paths)), "choosing a snapshot")
+        try:
+            newest = find_snapshot(local, world, record, in_memory, has_begun=has_begun)
+        except SnapshotError:
+            still_there = any(path.exists() for path in map(Path, before))
+            if config.resume != "auto" or world.broadcast_json(still_there, "choosing a snapshot"):
+                raise
+        else:
+            if newest is not None or config.remote is None or config.resume == "never":
+                return newest
+            break
+    with TemporaryDirectory(prefix="samestep-") as folder:
+        # the same path on all workers, which each host makes for itself
+        directory = Path(world.broadcast_json(folder, "choosing a snapshot"))
+        directory.mkdir(exist_ok=True)
+        try:
+            remote = replace(config, dir=directory)
+            return find_snapshot(remote, world, record, in_memory, has_begun=has_begun)
+        finally:
+            world.barrier("loading a snapshot")
+            shutil.rmtree(directory, ignore_errors=True)
+
+
 def set_other_snapshots_aside(
     config: Config, resumed: Snapshot | None, attempt: str, record: Record
 ) -> None:
@@ -461,6 +501,8 @@ def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot 
     Each of the `workers` has `devices` devices.
     """
     total = workers * devices  # a lane is computed by one device
+    if config.read_only:  # evaluations do not depend on lanes
+        return total
     if resumed is None:
         lanes = config.lanes or total
     else:
