@@ -254,6 +254,8 @@ def check_end(folder: Path, ended: Ended, undisturbed: Undisturbed) -> None:
 
 def newest_valid(directory: Path) -> int:
     """Return the step of the newest snapshot that `samestep snapshots check` finds valid, or -1."""
+    if not directory.is_dir():  # the power was lost before it was made
+        return -1
     snapshots = LocalSnapshots(directory)
     for name in reversed(snapshots.names):
         with suppress(SnapshotError), snapshots.verified(name) as path:

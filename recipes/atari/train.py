@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         precision=settings.precision,
         settings=settings,
     ) as run:
-        check(settings, 1 if flags.eval else run.lanes)  # an evaluation has no lanes
+        check(settings, run.lanes)
         actions = Game(settings.game).actions
         networks = {
             name: run.replicate(QNetwork(settings.model, settings.game, actions))

@@ -213,7 +213,7 @@ class Config:
     def without_writing(self) -> Config:
         """Return the options of a run that writes no file and makes no step."""
         names = "dir", "remote", "transfer", "sinks", "on_event", "snapshot_every", "hot_every"
-        nothing: dict[str, Any] = dict.fromkeys((*names, "lanes"))
+        nothing: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **nothing)
 
     @property

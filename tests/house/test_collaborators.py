@@ -32,10 +32,10 @@ ALLOWED = {
     "launch/local.py error.args": "Python: the message of an exception",
     "launch/membership.py node.*": "records that only this state machine changes",
     "launch/membership.py *attempt.*": "records that only this state machine changes",
-    "launch/worker.py distributed_c10d._pg_map": "torch: there is no public equivalent",
-    "step/gradients.py Variable._execution_engine": "torch: there is no public hook",
-    "step/gradients.py optimizer.add_param_group": "torch: a method that is refused from then on",
-    "step/lane_pass.py kind.apply": "torch: a method that is checked from then on",
+    "torch_internals.py distributed_c10d._pg_map": "torch: there is no public equivalent",
+    "torch_internals.py Variable._execution_engine": "torch: there is no public hook",
+    "step/guards.py optimizer.add_param_group": "torch: a method that is refused from then on",
+    "torch_internals.py kind.apply": "torch: a method that is checked from then on",
     "torchmetrics.py leaf.*": "torchmetrics: its states have no public setter",
     "metrics.py copy.metric": "a copy is unpickled, so no constructor runs",
     "watch/server.py app.router.redirect_slashes": "FastAPI: not an argument",
@@ -44,7 +44,6 @@ ALLOWED = {
 REMAINING = {
     "comm/connect.py world.local_ranks",
     "comm/connect.py world.made_group",
-    "comm/distributed.py self.status.overdue",
     "comm/watchdog.py client.seconds",
     "comm/watchdog.py self._client.key",
     "launch/coordinator.py self.node.last_seen",
@@ -56,7 +55,6 @@ REMAINING = {
     "step/lane_engine.py overlap.used_at",
     "step/overlap.py self._world.is_exchanging",
     "step/shard.py buffer.is_in_step",
-    "step/shard.py exchange.converts",
 }
 
 

@@ -10,6 +10,11 @@ TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "samestep"
 # modules whose behavior shows only in what uses them
 ELSEWHERE = {
+    "step/across_hosts.py": "step/test_exchange.py",
+    "step/flat_buffer.py": "step/test_shard.py",
+    "data/orders.py": "data/test_plan.py",
+    "cluster/network.py": "cluster/test_interfaces.py",
+    "cluster/process.py": "cluster/test_cluster.py",
     "comm/base.py": "comm/test_world.py",
     "comm/distributed.py": "comm/test_world.py",
     "comm/token_store.py": "comm/test_store.py",

@@ -406,7 +406,7 @@ def directory_is_removed(folder):
     shutil.rmtree(folder)
 
 
-def disk_is_full(folder):
+def log_is_a_link(folder):
     shutil.rmtree(folder / "logs")
     (folder / "logs").mkdir()
     (folder / "logs" / "worker-1.log").symlink_to("/dev/full")
@@ -417,7 +417,7 @@ def disk_is_full(folder):
     [
         (directory_is_removed, 0, "was removed"),
         (directory_is_removed, 1, "No such file"),
-        (disk_is_full, 1, "No space left on device"),
+        (log_is_a_link, 1, "not a regular file"),
     ],
 )
 def test_a_log_error_is_reported_once(host, run_folder, happens, next_rank, reason):

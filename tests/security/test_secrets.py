@@ -12,6 +12,7 @@ import pytest
 from samestep.record import open_record
 from samestep.record.cursor import Cursor
 from samestep.record.exporter import Exporter, ExporterProcess
+from samestep.record.sinks import SinkSpec
 from samestep.snapshot.hooks import Mirror
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import Retries, Storage, StorageError
@@ -68,7 +69,7 @@ def test_the_names_of_sinks_have_no_secrets_but_their_storage_does(tmp_path, mon
     write(tmp_path, started())
     (tmp_path / "record").mkdir()
     with written.open("w") as channel:
-        assert Exporter(tmp_path, [signed], None, channel, None).finish(60)
+        assert Exporter(tmp_path, [SinkSpec("sinks", signed)], channel).finish(60)
     assert set(addresses) == {signed}
     assert json.loads(written.read_text())["name"] == signed.replace(HIDDEN, "***")
     assert Cursor(tmp_path).get(signed.replace(HIDDEN, "***")) == 0
@@ -78,7 +79,8 @@ def test_the_names_of_sinks_have_no_secrets_but_their_storage_does(tmp_path, mon
 def test_no_argument_of_the_exporter_is_a_secret(tmp_path):
     record = open_record(tmp_path, writes=True)
     record.event("started", step=0)
-    exporter = ExporterProcess(tmp_path, [f"file://{tmp_path}/sent{QUERY}"], None, record)
+    sink = SinkSpec("sinks", f"file://{tmp_path}/sent{QUERY}")
+    exporter = ExporterProcess(tmp_path, [sink], record)
     try:
         pid = until(lambda: exporter.pid)
         until(lambda: b"exporter" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -22,10 +22,14 @@ from tests.snapshot.faulty import HASTY, URL, failing
 from tests.snapshot.saving import save, save_once, small_state, team
 
 
-class Passes(hooks.Hook):
-    def __init__(self, make_pass):
-        self._make_pass = make_pass
-        super().__init__("passes")
+def hook_of(make_pass):
+    """Return a hook whose passes call a function."""
+
+    class Passes(Hook):
+        def _make_pass(self):
+            make_pass()
+
+    return Passes("passes")
 
 
 def test_requests_during_a_pass_cause_one_more():
@@ -37,7 +41,7 @@ def test_requests_during_a_pass_cause_one_more():
         assert may_end.acquire(timeout=300)
         passes.append(None)
 
-    background = Passes(make_pass)
+    background = hook_of(make_pass)
     background.finish()
     background.on_commit(Path())
     assert begun.acquire(timeout=300)
@@ -60,7 +64,7 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
         begun.release()
         may_end.wait(20)
 
-    background = Passes(make_pass)
+    background = hook_of(make_pass)
     background.on_commit(Path())
     assert begun.acquire(timeout=300)
     background.on_commit(Path())

@@ -501,8 +501,6 @@ def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot 
     Each of the `workers` has `devices` devices.
     """
     total = workers * devices  # a lane is computed by one device
-    if config.read_only:  # evaluations do not depend on lanes
-        return total
     if resumed is None:
         lanes = config.lanes or total
     else:
@@ -510,7 +508,7 @@ def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot 
         seed = int(resumed.info["seed"])
         pairs = ("lanes", config.lanes or lanes, lanes), ("seed", config.seed, seed)
         for name, configured, saved in pairs:
-            if configured != saved:
+            if configured != saved and not config.read_only:
                 raise ConfigError(
                     f"{name} must be {saved}, as in the snapshot that the run resumes from, got "
                     f"{configured}; it is fixed for a run: use {name}={saved}, or resume='never'"
