@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -20,6 +21,7 @@ from samestep.record import files as module
 from samestep.record import read_events
 from samestep.record.files import NAME, DirectoryLock
 from tests.faults import stalling_disk
+from tests.jobs import image_job, train
 from tests.python import start_python
 
 SECONDS = 60.0
@@ -142,6 +144,20 @@ def test_a_run_touches_its_file(tmp_path, monkeypatch):
         while file.stat().st_mtime == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_run_whose_lock_is_removed_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
+
+    def remove_lock(step):
+        if step == 2:
+            (tmp_path / NAME).unlink()
+        if step >= 2:
+            time.sleep(0.2)
+
+    with pytest.raises(RecordError, match="was removed or replaced during the run, so another run"):
+        train(partial(image_job, hook=remove_lock, epochs=20), tmp_path)
+    train(image_job, tmp_path)
 
 
 def test_the_launcher_keeps_the_lock_while_it_restarts_workers(tmp_path):

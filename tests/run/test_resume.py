@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging.handlers
 import random
+import re
 import signal
 from functools import partial
 
@@ -30,6 +31,7 @@ from tests.jobs import (
     steps_of,
     train,
 )
+from tests.python import run_python
 from tests.run.kinds import streams_job
 from tests.workers import run_workers, try_workers
 
@@ -558,3 +560,66 @@ def test_warnings_are_logged_by_rank_0(tmp_path):
 
     assert run_workers(partial(warnings, counts_from_zero, tmp_path / "a"), 2) == [1, 0]
     assert run_workers(partial(warnings, one_loop, tmp_path / "b", tracked=False), 2) == [1, 0]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+
+import samestep as ss
+from part import FACTOR
+
+rate = float(sys.argv[1])
+with ss.init(dir="run", settings={"optimizer": {"rate": rate, "password": sys.argv[2]}}) as run:
+    model = run.replicate(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    run.track(model=model, optimizer=optimizer)
+    for batch in run.batches([1.0] * 8, 1, steps=8):
+        run.backward(lambda model, x: FACTOR * model(x.float()[:, None]).mean(), model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.step == 3 and Path("edit").exists():
+            Path("edit").unlink()
+            Path("part.py").write_text("FACTOR = 3.0")
+            KILL
+"""
+KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def script_in(folder, body="pass"):
+    (folder / "part.py").write_text("FACTOR = 1.0")
+    (folder / "train.py").write_text(SCRIPT.replace("KILL", body))
+    words = ["-m", "samestep", "run", "--snapshot-every", "1", "--system-every", "none"]
+    return partial(run_python, *words, cwd=folder, merges=True)
+
+
+def test_what_changed_in_the_program_is_said_at_a_resume(tmp_path):
+    run = script_in(tmp_path)
+    stop = ("--stop-after", "3", "train.py", "0.1")
+    assert "by another program" not in run(*stop, "secret", check=True).stdout
+    assert "by another program" not in run(*stop, "secret", check=True).stdout
+    (tmp_path / "part.py").write_text("FACTOR = 2.0")
+    strict = run("--resume-strict", "true", "train.py", "0.5", "other")
+    assert "resume_strict refuses to resume" in strict.stdout
+    assert strict.returncode == 2
+    printed = run("train.py", "0.5", "other", check=True).stdout
+    assert "the snapshot of step 3 was written by another program or in another" in printed
+    assert re.search(r"  file part.py: \w{12} -> \w{12}\n", printed)
+    assert "  setting optimizer.rate: 0.1 -> 0.5\n" in printed
+    assert "  arguments: 0.1 secret -> 0.5 other\n" in printed
+    assert "keeps the values of the snapshot" in printed
+    assert "file train.py" not in printed
+    assert "password" not in printed
+    assert ss.read_snapshot(tmp_path / "run").state["optimizer"]["param_groups"][0]["lr"] == 0.1
+    (event,) = events(tmp_path / "run", "environment_changed")
+    assert "file part.py" in event["differences"]
+
+
+def test_a_program_that_is_edited_before_workers_are_replaced_is_noticed(tmp_path):
+    run = script_in(tmp_path, KILL)
+    (tmp_path / "edit").touch()
+    printed = run("train.py", "0.1", "-", check=True).stdout
+    assert "killed by SIGKILL" in printed
+    assert "file part.py" in printed

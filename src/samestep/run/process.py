@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,12 +31,14 @@ from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments
 from samestep.host import YELLOW, colored, kernel_id, printable
+from samestep.masking import mask, mask_words
 from samestep.record import Record
 from samestep.record.events import samestep_version
 from samestep.torch_internals import is_forked_after_cuda
 
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
+PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 MOST_HOSTS: Final = 8  # more are sampled less often, so that the record grows no faster
 
 
@@ -139,6 +143,45 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
         else "0",
     }
     return {name: str(value) for name, value in environment.items()}
+
+
+def program_of_results(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the bits of a run depend on in its program, without secrets.
+
+    That is a digest of the script and of each module that it imported from its own folder (for
+    `python -m`, from the folder of its package), its arguments, and `settings`.
+    """
+    main = sys.modules["__main__"]
+    program: dict[str, str] = {}
+    if (script := getattr(main, "__file__", None)) is not None:
+        folder = Path(script).resolve().parent
+        spec = getattr(main, "__spec__", None)
+        if spec is not None:  # of a module
+            folder = folder.parents[spec.name.count(".") - 1] if "." in spec.name else folder
+        files = {Path(script).resolve()}
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None) or ""
+            if file.startswith(f"{folder}{os.sep}") and not _is_installed(file):
+                files.add(Path(file))
+        for path in sorted(files):
+            with suppress(OSError):
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                program[f"file {os.path.relpath(path, folder)}"] = digest[:12]
+    program["arguments"] = shlex.join(mask_words(sys.argv[1:]))
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                add(f"{name}.{key}" if name else key, inner)
+        else:
+            program[f"setting {name}"] = str(value)
+
+    add("", mask(settings))
+    return program
+
+
+def _is_installed(file: str) -> bool:
+    return "-packages" in file or file.startswith(PACKAGE)
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:

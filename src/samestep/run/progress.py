@@ -83,9 +83,11 @@ class Progress:
         *,
         data_check: DataCheck,
         resumed: Snapshot | None,
+        check_directory: Callable[[], object],
         on_end: Callable[[], object],
     ) -> None:
-        """`on_end` is called before the end of the run is recorded."""
+        """`check_directory` is called in every step, `on_end` before the end is recorded."""
+        self._check_directory = check_directory
         self.step = self.epoch = 0
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
@@ -258,6 +260,7 @@ class Progress:
 
     def note(self) -> dict[str, Any]:
         """Return the note that this worker sends with the losses of a step."""
+        self._check_directory()
         return {
             "signal": self._stop.signal,
             "snapshot_due": self._snapshots.time_is_up(),

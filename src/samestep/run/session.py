@@ -46,6 +46,7 @@ from samestep.run.process import (
     differences,
     environment_of_results,
     gpu_names,
+    program_of_results,
     set_up_devices,
 )
 from samestep.run.progress import Progress
@@ -100,11 +101,12 @@ class Session:
     def _assemble(self, config: Config) -> None:
         # All workers run this in the same order: many of these calls are collective.
         world, is_main = self.world, self._process.rank == 0
-        state = LauncherState.from_environment(os.environ)
+        state, lock = LauncherState.from_environment(os.environ), None
         if config.dir is not None and is_main:
             # First, so that no other run writes to the directory from here on. `self._exits` runs
             # in reverse order, so the lock is released after everything that writes there.
-            self._exits.callback(DirectoryLock(config.dir, state, config.timeout).close)
+            lock = DirectoryLock(config.dir, state, config.timeout)
+            self._exits.callback(lock.close)
         self._check_directory()
         self.record = open_record(config.dir, writes=is_main)
         self._exits.callback(self.record.close)
@@ -167,6 +169,7 @@ class Session:
             self.divergence,
             data_check=self.data_check,
             resumed=resumed,
+            check_directory=lock.check if lock else lambda: None,
             on_end=self._samplers.close,
         )
         # What the script draws before its first loop, such as parameters, is then the same on all
@@ -246,7 +249,7 @@ class Session:
 
     def _gather_workers(self) -> list[dict[str, Any]]:
         """Return a description of each worker by rank; warn if their results may differ."""
-        worker = {
+        worker: dict[str, Any] = {
             "rank": self._process.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -254,6 +257,10 @@ class Session:
             "devices": [str(device) for device in self.devices],
             "environment": environment_of_results(self.config, self.devices),
         }
+        if not self.config.read_only:  # an evaluation is another program
+            worker["environment"] |= program_of_results(self._settings)
+        if self._process.rank > 0:  # some launchers pass ranks as arguments
+            worker["environment"].pop("arguments", None)
         workers = self.world.all_gather_json(worker, "starting")
         first = workers[0]["environment"]
         changes = (
@@ -286,14 +293,19 @@ class Session:
         lines = differences(resumed.info.get("environment", {}), environment)
         if not lines:
             return
-        what = f"the snapshot of step {resumed.step} was written in another environment"
+        what = (
+            f"the snapshot of step {resumed.step} was written by another program or in another "
+            "environment"
+        )
         if self.config.resume_strict:
             raise ConfigError(
                 f"{what}, so resume_strict refuses to resume, because results may differ:\n{lines}"
             )
         if self._process.rank == 0:
             logging.getLogger("samestep").warning(
-                "%s, so the results of this run may differ from those of an uninterrupted one:\n%s",
+                "%s, so the results of this run may differ from those of an uninterrupted one:\n%s"
+                "\nWhat run.track restores, such as an optimizer with its learning rate, keeps the "
+                "values of the snapshot; all else has the new ones.",
                 what,
                 lines,
             )
