@@ -79,15 +79,15 @@ def _not_regular(path: str | Path) -> OSError:
     return OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path, most: int, *, follows_links: bool = False) -> bytes:
-    """Return the content of a file of at most `most` bytes; see `open_regular`.
+def read_regular(path: Path, limit: int, *, follows_links: bool = False) -> bytes:
+    """Return the content of a file of at most `limit` bytes; see `open_regular`.
 
     Raises `OSError` for a larger one, and for one that is not regular.
     """
     with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
-        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+        if os.fstat(file.fileno()).st_size <= limit and len(data := file.read(limit + 1)) <= limit:
             return data
-    raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+    raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:

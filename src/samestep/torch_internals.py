@@ -135,8 +135,8 @@ class GradScalerHooks(torch.amp.GradScaler):
         # of each device with gradients; none if there are no gradients
         by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         has_infinite = torch.zeros_like(found_inf)
-        for found in by_device.values():
-            has_infinite += found.to(has_infinite.device)
+        for on_device in by_device.values():
+            has_infinite += on_device.to(has_infinite.device)
         decision = self.after_unscale(optimizer, has_infinite)
         devices = list(by_device) or [decision.device]
         return {device: decision.to(device, copy=True) for device in devices}

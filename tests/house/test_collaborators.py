@@ -102,16 +102,16 @@ def is_allowed(assignment: str) -> bool:
 
 
 def test_no_module_assigns_attributes_of_other_objects():
-    found = {assignment for assignment in assignments() if not is_allowed(assignment)}
-    assert found - REMAINING == set(), (
+    refused = {assignment for assignment in assignments() if not is_allowed(assignment)}
+    assert refused - REMAINING == set(), (
         "pass it to the constructor, or give its class a method for it"
     )
 
 
 def test_every_exception_is_needed():
-    found = assignments()
-    unused = [pattern for pattern in ALLOWED if not fnmatch.filter(found, pattern)]
-    assert (unused, REMAINING - found) == ([], set())
+    assigned = assignments()
+    unused = [pattern for pattern in ALLOWED if not fnmatch.filter(assigned, pattern)]
+    assert (unused, REMAINING - assigned) == ([], set())
 
 
 @pytest.mark.parametrize(

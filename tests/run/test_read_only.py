@@ -79,7 +79,7 @@ def test_a_remote_run_is_evaluated_without_a_directory(finished, tmp_path, monke
         (STEPS, {"remote": url}) if resume == "auto" else (STEPS - 1, {"resume": f"{url}/{resume}"})
     )
     before = contents(finished)
-    assert [found for found, _ in run_workers(lambda: evaluate(**where), 2)] == [step] * 2
+    assert [at for at, _ in run_workers(lambda: evaluate(**where), 2)] == [step] * 2
     assert contents(finished) == before
     assert not list(tmp_path.glob("samestep-*"))
 

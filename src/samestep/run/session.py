@@ -139,6 +139,33 @@ class Session:
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environments(resumed, environment)
+        self.progress = self._make_progress(
+            config, attempt, environment, resumed, in_memory, modules, lock
+        )
+        # What the script draws before its first loop, such as parameters, is then the same on all
+        # workers, and does not depend on what was drawn while the run started.
+        set_generators(config.seed)
+        self._record_start(attempt, resumed, workers)
+        if is_main and not is_observed():
+            announce(self._describe_start(resumed))
+        # From here on, replacement workers resume. Those of a worker that is killed earlier start
+        # as this one did.
+        in_memory.report_start(self.progress.step, is_new=not has_begun)
+        if config.dir is not None:
+            self._follow(config.dir, sinks, workers)
+
+    def _make_progress(
+        self,
+        config: Config,
+        attempt: str,
+        environment: Mapping[str, str],
+        resumed: Snapshot | None,
+        in_memory: InMemorySnapshots,
+        modules: list[torch.nn.Module],
+        lock: DirectoryLock | None,
+    ) -> Progress:
+        """Return what counts steps, with the snapshots, checks and signals that it acts on."""
+        world = self.world
         # `samestep verify` compares snapshots itself
         tracked, every = Tracked(resumed), None if is_observed() else config.check_every
         self.divergence = DivergenceCheck(every, world, tracked, modules)
@@ -160,7 +187,7 @@ class Session:
         self.stop = StopRequest(deferring=resumed is not None and resumed.in_memory)
         self._exits.callback(self.stop.close)
         self.data_check = DataCheck(config.seed, world.rank, world.size, world.all_gather_json)
-        self.progress = Progress(
+        return Progress(
             config,
             self.record,
             self.snapshots,
@@ -172,17 +199,6 @@ class Session:
             check_directory=lock.check if lock else lambda: None,
             on_end=self._samplers.close,
         )
-        # What the script draws before its first loop, such as parameters, is then the same on all
-        # workers, and does not depend on what was drawn while the run started.
-        set_generators(config.seed)
-        self._record_start(attempt, resumed, workers)
-        if is_main and not is_observed():
-            announce(self._describe_start(resumed))
-        # From here on, replacement workers resume. Those of a worker that is killed earlier start
-        # as this one did.
-        in_memory.report_start(self.progress.step, is_new=not has_begun)
-        if config.dir is not None:
-            self._follow(config.dir, sinks, workers)
 
     def _make_lanes(self, lanes: int, modules: list[torch.nn.Module]) -> LaneEngine:
         """Return the engine, which checks every step of an optimizer until the run ends."""

@@ -248,9 +248,9 @@ def _check_memory(manifest: Manifest, objects: Collection[str] | None = None) ->
         for name, spec in manifest.specs.items()
         if objects is None or name.partition("/")[0] in objects
     )
-    if needed > SMALL_BYTES and (most := total_bytes()) is not None and needed > most:
+    if needed > SMALL_BYTES and (total := total_bytes()) is not None and needed > total:
         raise SnapshotError(
-            f"its tensors take {needed} bytes, but this host has only {most} of memory and swap"
+            f"its tensors take {needed} bytes, but this host has only {total} of memory and swap"
         )
 
 

@@ -198,15 +198,15 @@ class Follower(threading.Thread):
     def _scan(self) -> bool:
         """Find new and removed runs, and return whether there were any."""
         before = {view.id for view in self._views.at(self._location)}
-        shown = mask_urls(self._location)
-        is_new = self._try(shown, lambda: self._views.scan(self._location))
+        masked = mask_urls(self._location)
+        is_new = self._try(masked, lambda: self._views.scan(self._location))
         views = {view.id: view for view in self._views.at(self._location)}
         after = set(views)
         seen = {name for name in after - self._peeked if self._peek(views[name])}
         self._peeked = after
         if changed := (before ^ after) | seen:
             locations = {view.source.location for view in self._views.at(self._location)}
-            for gone in self.faults.keys() - locations - {shown}:
+            for gone in self.faults.keys() - locations - {masked}:
                 del self.faults[gone]
             self._notify(changed)
         return is_new
