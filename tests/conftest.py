@@ -50,11 +50,13 @@ def _default_signals() -> None:
     """Deliver every signal as in a fresh process.
 
     Background jobs of a shell ignore SIGINT and SIGQUIT, nohup ignores SIGHUP, and a service
-    manager may block others. Children inherit both.
+    manager may block others. Children inherit both, and handlers of earlier tests: torch's for the
+    end of a loader process, and that of a run that was abandoned.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    handled = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
     for number in signal.valid_signals() - IGNORED_BY_PYTHON:
-        if signal.getsignal(number) is signal.SIG_IGN:
+        if number in handled or signal.getsignal(number) is signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
