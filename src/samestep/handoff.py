@@ -139,9 +139,12 @@ class LauncherState:
         """Close the file of this name that is kept open."""
         self._kept(without=name)
 
-    def close_locks(self) -> None:
-        """Close this process's ends of the sockets that keep files open."""
-        for file in self.locks:
+    def close_locks(self, parent: int) -> None:
+        """Close the sockets that keep files open, in a process that `parent` has forked.
+
+        Further forks inherit this call, but not the files.
+        """
+        for file in self.locks if os.getppid() == parent else ():
             os.close(file)
 
     def _kept(self, without: str = "") -> list[str]:

@@ -82,7 +82,11 @@ def mask_urls(text: str) -> str:
 
 
 def _mask_url(url: re.Match[str]) -> str:
-    return url[1] + f"{MASK}@" * bool(url[2]) + _PARAMETER.sub(_mask_parameter, url[3])
+    user = url[2] or ""
+    # a user alone may be a token on the web; elsewhere it names an account or a container
+    if ":" in user or url[1].lower().startswith(("http", "git", "ws")):
+        user = f"{MASK}@" * bool(user)
+    return url[1] + user + _PARAMETER.sub(_mask_parameter, url[3])
 
 
 def _mask_parameter(parameter: re.Match[str]) -> str:

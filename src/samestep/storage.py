@@ -359,6 +359,7 @@ def _durable(files: Any, target: str, *, is_new: bool = False) -> Iterator[str]:
         return
     make_directory(Path(target).parent)
     with atomic_path(Path(target)) as temporary:
+        temporary.unlink(missing_ok=True)  # of a killed process with the same ID
         yield str(temporary)
         if is_new and Path(target).exists():
             raise FileExistsError(target)

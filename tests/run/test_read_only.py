@@ -102,6 +102,11 @@ def test_snapshots_that_the_run_removes_meanwhile_are_no_error(finished, tmp_pat
     assert evaluate(dir=directory)[0] == STEPS
 
 
+def test_a_place_without_a_snapshot_is_an_error(tmp_path):
+    with pytest.raises(SnapshotError, match="none has no complete snapshot to read"):
+        evaluate(dir=tmp_path / "none")
+
+
 def test_a_training_step_is_refused(finished):
     with pytest.raises(ConfigError, match="a step was begun, but with read_only=True nothing is"):
         train(partial(image_job, epochs=3), finished / "run", {"read_only": True, "lanes": 2})

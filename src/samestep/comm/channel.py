@@ -192,10 +192,13 @@ class Channel:
         if transfer.is_done:
             return
         clock = RunningClock()
+        since = max(since, time.monotonic())  # it may have been suspended before
         with self._changed:
             self._awaited = transfer
             while not (transfer.is_done or self._failure):
-                remaining = max(self._active_at, since) + seconds - clock.now()
+                clock.now()
+                begun = max(self._active_at, since, clock.resumed_at)
+                remaining = begun + seconds - time.monotonic()
                 if remaining <= 0:
                     raise TimeoutError("the other worker sent or received nothing")
                 self._changed.wait(min(remaining, SLICE_SECONDS))

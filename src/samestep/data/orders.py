@@ -365,6 +365,8 @@ def make_plan(
     order: Order | None,
 ) -> Plan:
     """Return the assignment of a data set's samples to steps and lanes."""
+    if isinstance(order, type):
+        raise ConfigError(f"order must be a value, got the class {order.__name__}; create one")
     grouped, by_length = group_by is not None, isinstance(order, ByLength)
     weighted = isinstance(order, Weighted)
     for conflict, is_present in {

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -262,7 +263,7 @@ class Job:
         # also kills everything that the worker started
         os.setsid()
         # A process that the body forks may outlive the run, and would keep its directory locked.
-        os.register_at_fork(after_in_child=self.launcher_state.close_locks)
+        os.register_at_fork(after_in_child=partial(self.launcher_state.close_locks, os.getpid()))
         os.environ.update({**self.environment, **attempt.environment, ATTEMPT: str(attempt.number)})
         os.environ.update(
             RANK=str(attempt.first_rank + local_rank),

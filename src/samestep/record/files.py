@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,22 +64,28 @@ class DirectoryLock:
         except OSError as error:
             raise cannot_begin(directory, error) from error
         try:
-            if state is None or not state.is_open(str(self._path)):
+            if state is None or not state.is_open(self._kept_name):
                 self._acquire()
                 if state is not None:
-                    state.keep_open(self._file, str(self._path))
+                    state.keep_open(self._file, self._kept_name)
         except BaseException as error:
             os.close(self._file)
             if isinstance(error, OSError):
                 raise cannot_begin(directory, error) from error
             raise
         # a process that the script forks may outlive the run
-        os.register_at_fork(after_in_child=self._close_inherited)
+        os.register_at_fork(after_in_child=partial(self._close_inherited, os.getpid()))
         self._thread = threading.Thread(target=self._beat, name="hold the directory", daemon=True)
         self._thread.start()
 
-    def _close_inherited(self) -> None:
-        if not self._closed.is_set():
+    @property
+    def _kept_name(self) -> str:
+        """The name by which the launcher keeps this very file open; another one may replace it."""
+        status = os.fstat(self._file)
+        return f"{self._path} {status.st_dev} {status.st_ino}"
+
+    def _close_inherited(self, parent: int) -> None:
+        if os.getppid() == parent and not self._closed.is_set():  # not in a fork of a fork
             os.close(self._file)
 
     def _acquire(self) -> None:
@@ -184,7 +191,7 @@ class DirectoryLock:
 
     def _release(self) -> None:
         if self._state is not None:
-            self._state.close_kept(str(self._path))
+            self._state.close_kept(self._kept_name)
         with suppress(OSError):
             os.ftruncate(self._file, 0)
         self._set_lock(fcntl.F_UNLCK)  # other processes may have inherited the file

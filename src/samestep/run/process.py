@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import signal
 import socket
@@ -38,7 +39,13 @@ from samestep.torch_internals import is_forked_after_cuda
 
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
-PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
+# of samestep, and of Python, which may be below the folder of a script
+INSTALLED: Final = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[1], sys.prefix, sys.base_prefix)
+    if str(folder) not in {"/", "/usr"}
+)
+ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")  # of an object, another one at every start
 MOST_HOSTS: Final = 8  # more are sampled less often, so that the record grows no faster
 
 
@@ -174,14 +181,14 @@ def program_of_results(settings: Mapping[str, Any]) -> dict[str, str]:
             for key, inner in value.items():
                 add(f"{name}.{key}" if name else key, inner)
         else:
-            program[f"setting {name}"] = str(value)
+            program[f"setting {name}"] = ADDRESS.sub("", str(value))
 
     add("", mask(settings))
     return program
 
 
 def _is_installed(file: str) -> bool:
-    return "-packages" in file or file.startswith(PACKAGE)
+    return "-packages" in file or file.startswith(INSTALLED)
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:

@@ -500,13 +500,15 @@ class Run(Collectives, Recording):
                 plain values.
 
         Raises:
-            SnapshotError: A name is taken, or the snapshot does not fit an object.
+            SnapshotError: A name is taken, the snapshot does not fit an object, or a run with
+                `read_only` has found none.
             ConfigError: With `snapshot_every=None`, `dir` is not shared by all hosts.
 
         Example:
             >>> run.track(model=model, optimizer=optimizer)
         """
         self._session.check_shared()
+        self._session.check_read()
         for name, item in objects.items():
             # saved as slices
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)

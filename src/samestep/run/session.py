@@ -8,13 +8,13 @@ import shlex
 import shutil
 import socket
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ class Session:
         # waits in memory until the script tracks the objects that it belongs to.
         find = find_snapshot if not config.read_only else find_snapshot_of_others
         resumed = find(self._source, world, self.record, in_memory, has_begun=has_begun)
+        self._has_resumed = resumed is not None
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
         # in the names of data files, so that no start overwrites those of another one
@@ -276,7 +277,11 @@ class Session:
         if not self.config.read_only:  # an evaluation is another program
             worker["environment"] |= program_of_results(self._settings)
         if self._process.rank > 0:  # some launchers pass ranks as arguments
-            worker["environment"].pop("arguments", None)
+            worker["environment"] = {
+                name: value
+                for name, value in worker["environment"].items()
+                if not name.startswith(("arguments", "setting "))
+            }
         workers = self.world.all_gather_json(worker, "starting")
         first = workers[0]["environment"]
         changes = (
@@ -421,6 +426,13 @@ class Session:
             record.event(event, step=self.progress.step, **fields)
             record.close()
 
+    def check_read(self) -> None:
+        """Raise `SnapshotError` in a run that only reads, if there was nothing to read."""
+        source = self._source
+        place = source.dir or source.remote
+        if source.read_only and not self._has_resumed and place and source.resume != "never":
+            raise SnapshotError(f"{mask_urls(str(place))} has no complete snapshot to read")
+
     def call_at_close(self, fn: Callable[[], None]) -> None:
         """Call `fn` when this worker has left the run."""
         self._exits.callback(fn)
@@ -489,16 +501,17 @@ def find_snapshot_of_others(
             if newest is not None or config.remote is None or config.resume == "never":
                 return newest
             break
-    with TemporaryDirectory(prefix="samestep-") as folder:
-        # the same path on all workers, which each host makes for itself
-        directory = Path(world.broadcast_json(folder, "choosing a snapshot"))
-        directory.mkdir(exist_ok=True)
-        try:
-            remote = replace(config, dir=directory)
-            return find_snapshot(remote, world, record, in_memory, has_begun=has_begun)
-        finally:
-            world.barrier("loading a snapshot")
-            shutil.rmtree(directory, ignore_errors=True)
+    # A folder of the same name on each host; its workers see it.
+    name = world.broadcast_json(f"samestep-{uuid.uuid4().hex}", "choosing a snapshot")
+    directory = Path(tempfile.gettempdir()) / name
+    directory.mkdir(mode=0o700, exist_ok=True)
+    try:
+        remote = replace(config, dir=directory)
+        snapshot = find_snapshot(remote, world, record, in_memory, has_begun=has_begun)
+        world.barrier("loading a snapshot")  # all have read it
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return snapshot
 
 
 def set_other_snapshots_aside(
