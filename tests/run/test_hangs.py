@@ -223,7 +223,7 @@ def test_stopped_worker(stopped):
 
 
 def test_workers_that_were_all_suspended_for_longer_than_the_timeout_go_on():
-    timeout, suspended = 4.0, 5.0
+    timeout, suspended = 10.0, 11.0  # workers may need some seconds to start
 
     def suspend_all(pids):
         """Suspend the workers, and resume the one that waits before the one it waits for."""
