@@ -102,11 +102,12 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; on success, it durably replaces `path` in one step.
+    """Yield a path where nothing is yet; on success, it durably replaces `path` in one step.
 
     A directory replaces only an empty one, and whoever fills it syncs its files.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _remove(temporary)  # left by a killed process with the same ID, or a link to another file
     try:
         yield temporary
         sync(temporary)
@@ -114,17 +115,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
         sync(path.parent)
     except BaseException:
         with suppress(OSError):
-            if temporary.is_dir():
-                shutil.rmtree(temporary)
-            temporary.unlink(missing_ok=True)
+            _remove(temporary)
         raise
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, link or directory if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a durable file that readers see either complete or not at all."""
     with atomic_path(path) as temporary:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        temporary.unlink(missing_ok=True)  # left by a killed process, or a link to another file
         with os.fdopen(open_regular(temporary, flags), "wb") as file:
             file.write(data)
 
@@ -359,7 +365,6 @@ def _durable(files: Any, target: str, *, is_new: bool = False) -> Iterator[str]:
         return
     make_directory(Path(target).parent)
     with atomic_path(Path(target)) as temporary:
-        temporary.unlink(missing_ok=True)  # of a killed process with the same ID
         yield str(temporary)
         if is_new and Path(target).exists():
             raise FileExistsError(target)

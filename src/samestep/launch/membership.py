@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from samestep.launch.attempt import (
+    SIGNALED,
     Attempt,
     ElasticPolicy,
     Message,
@@ -32,7 +33,7 @@ CAUSE_SECONDS: Final = LOST_SECONDS + 1.0  # time for the cause of a secondary f
 KILL_SECONDS: Final = 40.0
 PROBATION_SECONDS: Final = 10.0  # time until the run stops for a host that was lost; doubles
 FORGET_SECONDS: Final = 3600.0  # time after which an earlier loss of a host no longer counts
-STATUS_ON_SIGTERM: Final = 128 + signal.SIGTERM  # exit status of a worker that took a snapshot
+STATUS_ON_SIGTERM: Final = SIGNALED + signal.SIGTERM  # exit status of a worker that took a snapshot
 
 
 class Membership:

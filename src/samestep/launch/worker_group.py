@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from samestep.errors import LaunchError
 from samestep.host import RunningClock, no_garbage_collection
-from samestep.launch.attempt import WorkerFailure
+from samestep.launch.attempt import SIGNALED, WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs
 from samestep.launch.worker import FORK, ExitReport, Job, LocalAttempt
@@ -116,7 +116,7 @@ class WorkerGroup:
                 out_of_memory=oom,
                 uses_nccl=self._job.launcher_state.uses_nccl,
             )
-            if failure.status - 128 in self._sent:  # stopped, for instance after others failed
+            if failure.status - SIGNALED in self._sent:  # stopped, for instance after others failed
                 failure = replace(failure, is_secondary=True, is_retryable=False)
             step = self._job.launcher_state.step
             host = "" if step is None else socket.gethostname()

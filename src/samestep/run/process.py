@@ -152,43 +152,45 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
     return {name: str(value) for name, value in environment.items()}
 
 
-def program_of_results(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the bits of a run depend on in its program, without secrets.
+def digests_of_program() -> dict[str, str]:
+    """Return a digest of the script and of each module that it imported from its own folder.
 
-    That is a digest of the script and of each module that it imported from its own folder (for
-    `python -m`, from the folder of its package), its arguments, and `settings`.
+    For `python -m`, that is the folder of its package.
     """
     main = sys.modules["__main__"]
-    program: dict[str, str] = {}
-    if (script := getattr(main, "__file__", None)) is not None:
-        folder = Path(script).resolve().parent
-        spec = getattr(main, "__spec__", None)
-        if spec is not None:  # of a module
-            folder = folder.parents[spec.name.count(".") - 1] if "." in spec.name else folder
-        files = {Path(script).resolve()}
-        for module in list(sys.modules.values()):
-            file = getattr(module, "__file__", None) or ""
-            if file.startswith(f"{folder}{os.sep}") and not _is_installed(file):
-                files.add(Path(file))
-        for path in sorted(files):
-            with suppress(OSError):
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                program[f"file {os.path.relpath(path, folder)}"] = digest[:12]
-    program["arguments"] = shlex.join(mask_words(sys.argv[1:]))
+    if (script := getattr(main, "__file__", None)) is None:  # as in a notebook
+        return {}
+    folder = Path(script).resolve().parent
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and "." in spec.name:
+        folder = folder.parents[spec.name.count(".") - 1]
+    files = {Path(script).resolve()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        is_installed = "-packages" in file or file.startswith(INSTALLED)
+        if file.startswith(f"{folder}{os.sep}") and not is_installed:
+            files.add(Path(file))
+    digests: dict[str, str] = {}
+    for path in sorted(files):
+        with suppress(OSError):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            digests[f"file {os.path.relpath(path, folder)}"] = digest[:12]
+    return digests
+
+
+def inputs_of_program(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the arguments of the script, and `settings` by their names, without secrets."""
+    inputs = {"arguments": shlex.join(mask_words(sys.argv[1:]))}
 
     def add(name: str, value: Any) -> None:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 add(f"{name}.{key}" if name else key, inner)
         else:
-            program[f"setting {name}"] = ADDRESS.sub("", str(value))
+            inputs[f"setting {name}"] = ADDRESS.sub("", str(value))
 
     add("", mask(settings))
-    return program
-
-
-def _is_installed(file: str) -> bool:
-    return "-packages" in file or file.startswith(INSTALLED)
+    return inputs
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:

@@ -44,9 +44,10 @@ from samestep.run.process import (
     SystemSampler,
     announce,
     differences,
+    digests_of_program,
     environment_of_results,
     gpu_names,
-    program_of_results,
+    inputs_of_program,
     set_up_devices,
 )
 from samestep.run.progress import Progress
@@ -124,8 +125,10 @@ class Session:
         has_begun = in_memory.has_begun(attempt_number) and not config.read_only
         # Before the lane engine, because a resumed run has the lanes of its snapshot. The state
         # waits in memory until the script tracks the objects that it belongs to.
-        find = find_snapshot if not config.read_only else find_snapshot_of_others
-        resumed = find(self._source, world, self.record, in_memory, has_begun=has_begun)
+        if config.read_only:
+            resumed = find_snapshot_of_others(self._source, world, self.record, in_memory)
+        else:
+            resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
         self._has_resumed = resumed is not None
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
@@ -275,13 +278,9 @@ class Session:
             "environment": environment_of_results(self.config, self.devices),
         }
         if not self.config.read_only:  # an evaluation is another program
-            worker["environment"] |= program_of_results(self._settings)
-        if self._process.rank > 0:  # some launchers pass ranks as arguments
-            worker["environment"] = {
-                name: value
-                for name, value in worker["environment"].items()
-                if not name.startswith(("arguments", "setting "))
-            }
+            worker["environment"] |= digests_of_program()
+            if self._process.rank == 0:  # some launchers pass ranks in arguments
+                worker["environment"] |= inputs_of_program(self._settings)
         workers = self.world.all_gather_json(worker, "starting")
         first = workers[0]["environment"]
         changes = (
@@ -480,19 +479,23 @@ def find_snapshot(
 
 
 def find_snapshot_of_others(
-    config: Config, world: World, record: Record, in_memory: InMemorySnapshots, *, has_begun: bool
+    config: Config, world: World, record: Record, in_memory: InMemorySnapshots
 ) -> Snapshot | None:
     """Load a snapshot as `find_snapshot` does, and write nothing into `dir`.
 
     Another run may train there. If it removes all snapshots that were there, look again. Remote
     snapshots are downloaded into a temporary directory; those in `dir` are preferred.
     """
+
+    def find(options: Config) -> Snapshot | None:
+        return find_snapshot(options, world, record, in_memory, has_begun=False)
+
     local = replace(config, remote=None)
     while not is_url(config.resume):
         paths = list_snapshots(config.dir) if config.dir is not None else []
         before = world.broadcast_json(list(map(str, paths)), "choosing a snapshot")
         try:
-            newest = find_snapshot(local, world, record, in_memory, has_begun=has_begun)
+            newest = find(local)
         except SnapshotError:
             still_there = any(path.exists() for path in map(Path, before))
             if config.resume != "auto" or world.broadcast_json(still_there, "choosing a snapshot"):
@@ -507,7 +510,7 @@ def find_snapshot_of_others(
     directory.mkdir(mode=0o700, exist_ok=True)
     try:
         remote = replace(config, dir=directory)
-        snapshot = find_snapshot(remote, world, record, in_memory, has_begun=has_begun)
+        snapshot = find(remote)
         world.barrier("loading a snapshot")  # all have read it
     finally:
         shutil.rmtree(directory, ignore_errors=True)
