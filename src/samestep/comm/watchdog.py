@@ -412,11 +412,12 @@ def _stack(thread: int) -> list[str]:
     """Return the stack of a thread: the user's own frames, and the innermost one."""
     # the only way to see another thread's frames
     frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001
-    relevant = [*filter(_is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
+    relevant = [*filter(is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
     return [text[:MAX_FRAME] for text in traceback.format_list(relevant)]
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
+def is_users(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is of user code or its packages, not of samestep, torch or Python."""
     file = frame.filename
     return file.endswith(LOADER) or (
         not file.startswith(OWN) and (file.startswith(INSTALLED) or not file.startswith(STANDARD))

@@ -80,6 +80,7 @@ def set_up_devices(config: Config, process: ProcessInfo) -> list[torch.device]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
         torch.backends.cudnn.benchmark = False  # it chooses kernels by their measured speed
+        torch.backends.cudnn.deterministic = True  # CTC asks for this instead
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.cuda.set_device(devices[0])  # for user code that names no device
     return devices

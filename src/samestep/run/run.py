@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.metrics import Means
+from samestep.run.compilation import reported_compilation
 from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
@@ -106,6 +108,10 @@ class Run(Collectives, Recording):
         self._world, self._record = session.world, session.record
         self._lanes, self._progress = session.lanes, session.progress
         self._sharded: set[torch.nn.Parameter] = set()
+        # around the first `backward`, in which models are compiled
+        self._first_call: AbstractContextManager[None] = nullcontext()
+        if self.is_main:
+            self._first_call = reported_compilation()
 
     @property
     def step(self) -> int:
@@ -388,7 +394,9 @@ class Run(Collectives, Recording):
             loss_fn, embed = loss_of_one_lane(loss_fn, embed), None
         loss, progress = LossSpec(loss_fn, model, count, reduction, embed), self._progress
         # The engine calls `progress.note` when it sends the losses: it has the signals until then.
-        result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
+        with self._first_call:
+            result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
+        self._first_call = nullcontext()
         progress.receive(result.notes)  # of all workers, sent along with the losses
         return Means(result.results, reduction)
 

@@ -55,6 +55,7 @@ from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.resume import Downloads, last_own_step, load_from, load_newest
+from samestep.step.deterministic import replaced_kernels
 from samestep.step.lane_engine import LaneEngine
 
 
@@ -79,6 +80,8 @@ class Session:
         # Before the world, which takes NCCL if all workers have GPUs of their own.
         self.devices = set_up_devices(config, process)
         on_cuda = self.devices[0].type == "cuda"
+        if on_cuda and config.deterministic:
+            self._exits.enter_context(replaced_kernels())
         if not on_cuda:
             keep_freed_memory()
             self._exits.callback(release_freed_memory)

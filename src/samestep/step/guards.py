@@ -6,10 +6,13 @@ the result depend on the number of workers, or lose gradients, without an error.
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import eq, is_
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from samestep.comm.watchdog import is_users
 from samestep.errors import (
     DataError,
     LossError,
@@ -28,6 +32,7 @@ from samestep.errors import (
     OutOfMemoryError,
     WorldError,
 )
+from samestep.step.deterministic import REFUSED
 from samestep.step.gradients import (
     SHARDED_ADVICE,
     ModuleParameters,
@@ -43,6 +48,8 @@ from samestep.torch_internals import (
     watch_backward,
 )
 
+REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
+NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
 NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
@@ -427,12 +434,22 @@ def no_reentrant_checkpoints() -> AbstractContextManager[None]:
 
 @contextmanager
 def explained_errors(
-    lane: int, lanes: int, samples: Callable[[], int | None], device: str, step: int
+    lane: int,
+    lanes: int,
+    samples: Callable[[], int | None],
+    device: str,
+    step: int,
+    again: Callable[[], object],
 ) -> Iterator[None]:
-    """Say which lane is too large for the memory of its device, or too small for BatchNorm."""
+    """Say which lane is too large for the memory of its device, or too small for BatchNorm.
+
+    Or which line calls an operation that is not deterministic: `again` computes the lane once more.
+    """
     try:
         yield
     except (MemoryError, RuntimeError, ValueError) as error:
+        if (refused := REFUSED_BY_TORCH.match(str(error))) is not None:
+            raise _not_deterministic(refused[1], _line_of(error, again)) from error
         number, name = samples(), f"lane {lane} of {lanes}"
         if number is not None:
             name += f", with {number} sample{'s' * (number != 1)},"
@@ -445,6 +462,36 @@ def explained_errors(
                 " a larger batch size, so that every lane has two samples"
             ) from error
         raise
+
+
+def _not_deterministic(operation: str, line: str) -> LossError:
+    advice = next(
+        (f"; use {text} instead" for part, text in REFUSED.items() if part in operation), ""
+    )
+    return LossError(
+        f"{operation} has no deterministic kernel on GPUs, so its results differ from run to run"
+        f"{line}{advice}. deterministic=False allows it, and gives up that results have the same"
+        " bits"
+    )
+
+
+def _line_of(error: Exception, again: Callable[[], object]) -> str:
+    """Return the user's line that called the operation of an error, also of its backward pass."""
+    frames = [*filter(is_users, traceback.extract_tb(error.__traceback__))]
+    lines = [(frame.filename, frame.lineno) for frame in frames]
+    if not lines:  # in backward: torch notes the lines of forward if it looks for anomalies
+        with warnings.catch_warnings(record=True) as caught, suppress(Exception):
+            warnings.simplefilter("always")
+            with torch.autograd.detect_anomaly(check_nan=False):
+                again()
+        notes = [str(warning.message) for warning in caught]
+        found = [match for note in notes for match in NOTED_LINE.findall(note)]
+        frames = [traceback.FrameSummary(file, int(number), "") for file, number in found]
+        lines = [(frame.filename, frame.lineno) for frame in filter(is_users, frames)]
+    if not lines:
+        return ""
+    file, number = lines[-1]
+    return f"; {file}:{number} calls it: {linecache.getline(file, number or 0).strip()}"
 
 
 def refuse_added_twice(gradients: Iterable[Tensor | None], lane: int) -> None:

@@ -209,9 +209,10 @@ class LanePass:
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
         device = f"{replica.device} on worker {self.context.world.rank}"
-        samples = partial(self._samples, lane)
-        with explained_errors(lane, self.context.lanes, samples, device, self.seed[0]):
-            return self._gradients(lane, replica)
+        samples, gradients = partial(self._samples, lane), partial(self._gradients, lane, replica)
+        lanes, step = self.context.lanes, self.seed[0]
+        with explained_errors(lane, lanes, samples, device, step, again=gradients):
+            return gradients()
 
     def _samples(self, lane: int) -> int | None:
         """Return the number of samples of a lane, None if they cannot be counted."""

@@ -1,0 +1,53 @@
+"""The terminal says what the first step waits for while torch compiles."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep.run import compilation
+from samestep.run.compilation import reported_compilation
+
+COMPILE = "def compile_model(wait):\n    assert wait(60)\n"
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Return (lines that were announced, an event that is set after a report)."""
+    lines, reported = [], threading.Event()
+    report = compilation._report
+
+    def reporting(main):
+        report(main)
+        reported.set()
+
+    monkeypatch.setattr(compilation, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compilation, "announce", lines.append)
+    monkeypatch.setattr(compilation, "_report", reporting)
+    return lines, reported
+
+
+def test_a_slow_compilation_is_announced_with_the_line_that_caused_it(said):
+    lines, reported = said
+    names = {}
+    inductor = str(Path(torch.__file__).parent / "_inductor" / "compile_fx.py")
+    exec(compile(COMPILE, inductor, "exec"), names)
+    with reported_compilation():
+        names["compile_model"](reported.wait)  # the line
+    [line] = lines
+    number = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "# the line" in text
+    )
+    assert line.endswith(f"has been compiling for {__file__}:{number}")
+
+
+def test_a_slow_step_that_compiles_nothing_is_not_announced(said):
+    lines, reported = said
+    with reported_compilation():
+        assert reported.wait(60)
+    assert not lines
