@@ -8,7 +8,7 @@ PIP := .ci/with-progress $(VENV) $(BIN)/python -m pip install --no-compile --dis
 IF_REPLACED := $(if $(wildcard $(VENV)/lib/python*/site-packages/*samestep.pth),,again)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-cuda-build models integrations versions lint check docs bench bench-more again clean
+.PHONY: help demo test test-long test-cuda-build test-gpu models integrations versions lint check docs bench bench-more again clean
 .NOTPARALLEL:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo 'make test        run all tests except the long ones'
 	@echo 'make test-long   run the long tests, which CI leaves out: about ten minutes on two cores'
 	@echo 'make test-cuda-build  run the tests of GPUs, on simulated ones, with the default build of PyTorch: 6 GB'
+	@echo 'make test-gpu    prove on one NVIDIA GPU that runs have the same bits: about five minutes'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
 	@echo 'make integrations  test the Trainers of transformers and Lightning, libraries of data, and programs for Ray, Hydra and submitit: about twelve minutes on two cores'
 	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
@@ -39,6 +40,10 @@ test-cuda-build:
 	env -u PIP_CONSTRAINT -u PIP_EXTRA_INDEX_URL -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(MAKE) VENV=.venv-cuda-build .venv-cuda-build/ready-dev
 	.venv-cuda-build/bin/python -c 'import torch; assert torch.version.cuda, f"torch {torch.__version__} is no CUDA build"'
 	.venv-cuda-build/bin/pytest --numprocesses 4 --dist worksteal tests/gpu
+
+# Other tests see no GPU.
+test-gpu: $(VENV)/ready-dev
+	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(BIN)/pytest --numprocesses 3 --dist worksteal -m gpu
 
 models: $(VENV)/ready-dev
 	@$(PIP) --requirement tests/models/requirements.txt

@@ -30,7 +30,7 @@ SAMESTEP = [sys.executable, "-m", "samestep"]
 JOB = str(Path(__file__).with_name("gpu_samestep.py"))
 FEATURES_JOB = str(Path(__file__).with_name("gpu_features.py"))
 LIMIT_SECONDS = 500  # for one command
-LARGEST_BATCH, SMALLEST_BATCH = 256, 8
+SMALLEST_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,40 @@ PROOFS = [
 PLAIN = Contender("plain PyTorch", "gpu_plain")
 EAGER = [
     PLAIN,
+    Contender("plain, deterministic", "gpu_plain", flags=["--deterministic"]),
+    Contender("plain, 4 parts added up", "gpu_plain", flags=["--accumulate", "4"]),
+    Contender(
+        "plain, 4 parts added up, deterministic",
+        "gpu_plain",
+        flags=["--accumulate", "4", "--deterministic"],
+    ),
+    Contender("plain, 4 parts, CUDA graph", "gpu_plain", flags=["--accumulate", "4", "--graph"]),
+    Contender(
+        "plain, 4 parts, CUDA graph, deterministic",
+        "gpu_plain",
+        flags=["--accumulate", "4", "--graph", "--deterministic"],
+    ),
     Contender("Accelerate", "gpu_accelerate"),
-    Contender("samestep"),
-    Contender("samestep, deterministic=False", options=["--deterministic", "false"]),
-    Contender("samestep, 4 lanes", options=["--lanes", "4"]),
+    Contender("Accelerate, deterministic", "gpu_accelerate", flags=["--deterministic"]),
+    Contender("Fabric", "gpu_fabric"),
+    Contender("Fabric, deterministic", "gpu_fabric", flags=["--deterministic"]),
+    *(
+        Contender(
+            f"samestep, {lanes} lane{'s' * (lanes > 1)}{words}",
+            options=["--lanes", str(lanes), "--deterministic", value],
+        )
+        for lanes in (1, 4, 8)
+        for value, words in (("true", ""), ("false", ", deterministic=False"))
+    ),
 ]
 COMPILED = [
     Contender(f"{who}, {words}", module, flags=["--compiled", mode])
-    for mode, words in (("default", "torch.compile"), ("reduce-overhead", "CUDA graphs"))
+    for mode, words in (("default", "torch.compile"), ("reduce-overhead", "its CUDA graphs"))
     for who, module in (("plain PyTorch", "gpu_plain"), ("samestep", "gpu_samestep"))
 ]
+# of ViT-S/16: bound by the GPU, and by launches on most hosts
+LARGEST_BATCHES = (512, 128)
+OPTIONAL = {"gpu_accelerate": "accelerate", "gpu_fabric": "lightning"}
 
 
 def main() -> int:
@@ -178,29 +202,28 @@ def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
 
 
 def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speeds]:
-    """Measure the contenders of each model in turn, for at least one round and until time is up."""
+    """Measure the contenders of each batch in turn, for at least one round and until time is up."""
     peers = [
         contender
-        for contender in EAGER
-        if contender.module != "gpu_accelerate" or find_spec("accelerate")
+        for contender in EAGER + COMPILED
+        if contender.module not in OPTIONAL or find_spec(OPTIONAL[contender.module])
     ]
-    models = {"tiny": peers[:3]} if quick else {"ViT-Ti/16": [*peers, *COMPILED], "ViT-S/16": peers}
-    timed = ["--seconds", "0.2"] if quick else ["--seconds", "2", "--loader-workers", "4"]
-    flags = {
-        model: ["--model", model, "--device", device, "--precision", "bfloat16", *timed]
-        for model in models
-    }
-    batches = {model: 32 if quick else largest_batch(flags[model]) for model in models}
+    few = [peer for peer in peers if peer.title in {PLAIN.title, "samestep, 4 lanes"}]
+    timed = ["--seconds", "0.2"] if quick else ["--seconds", "1.5", "--loader-workers", "8"]
+    model = "tiny" if quick else "ViT-S/16"
+    flags = ["--model", model, "--device", device, "--precision", "bfloat16", *timed]
+    batches = [32] if quick else [largest_batch(flags, size) for size in LARGEST_BATCHES]
     all_speeds = {
-        model: Speeds(f"{model}, batch {batches[model]}, bfloat16", PLAIN.title) for model in models
+        batch: Speeds(f"{model}, batch {batch}, bfloat16", PLAIN.title) for batch in batches
     }
     for number in range(1 if quick else rounds):
         began = time.monotonic()
-        for model, contenders in models.items():
+        for batch, speeds in all_speeds.items():
+            contenders = few if quick else peers
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
-                done = run(contender.command([*flags[model], "--batch-size", str(batches[model])]))
-                all_speeds[model].add(
+                done = run(contender.command([*flags, "--batch-size", str(batch)]))
+                speeds.add(
                     contender.title, done.stdout, "" if done.returncode == 0 else last_line(done)
                 )
         if time.monotonic() + (time.monotonic() - began) > ends:
@@ -208,9 +231,8 @@ def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speed
     return list(all_speeds.values())
 
 
-def largest_batch(flags: Sequence[str]) -> int:
-    """Return the largest batch that fits in the GPU's memory: 256, or halved as needed."""
-    size = LARGEST_BATCH
+def largest_batch(flags: Sequence[str], size: int) -> int:
+    """Return the largest batch that fits in the GPU's memory: `size`, or halved as needed."""
     while size > SMALLEST_BATCH:
         done = run(PLAIN.command([*flags, "--seconds", "0", "--batch-size", str(size)]))
         if "out of memory" not in done.stderr:

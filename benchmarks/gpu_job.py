@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -22,11 +24,19 @@ MODELS = {
 DISTINCT_IMAGES = 512
 SAMPLES = 1_000_000
 WARMUP_STEPS = 8
+PARTS = 5  # steps of each kind whose launch and computation are timed apart
+BUSY_CYCLES = 600_000_000  # of the GPU's clock: about 0.3 s
+LAUNCHES = 500  # fewer than a GPU's queue holds
 
 
 @dataclass(frozen=True)
 class Job:
-    """The model and the seconds to train; `compiled` is a mode of torch.compile, or "no"."""
+    """The model and the seconds to train.
+
+    `compiled` is a mode of torch.compile, or "no". `accumulate` is the number of parts of a batch
+    whose gradients a plain loop adds up; with `graph` it replays each as a CUDA graph. Without
+    samestep, `deterministic` sets what samestep's option of that name sets.
+    """
 
     model: str
     device: str
@@ -35,6 +45,9 @@ class Job:
     precision: str
     compiled: str
     loader_workers: int
+    accumulate: int
+    graph: bool
+    deterministic: bool
 
     @classmethod
     def from_arguments(cls) -> Job:
@@ -49,9 +62,16 @@ class Job:
             "--compiled", choices=("no", "default", "reduce-overhead"), default="no"
         )
         parser.add_argument("--loader-workers", type=int, default=0)
+        parser.add_argument("--accumulate", type=int, default=1)
+        parser.add_argument("--graph", action="store_true")
+        parser.add_argument("--deterministic", action="store_true")
         job = cls(**vars(parser.parse_args()))
         if job.device == "cpu":
             torch.set_num_threads(1)  # as samestep does
+        if job.deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+            torch.use_deterministic_algorithms(mode=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return job
 
     def network(self) -> VisionTransformer:
@@ -89,30 +109,80 @@ def loss_of(network: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor
 
 
 class Stopwatch:
-    """Time the steps after the warm-up, with all of the GPU's work in them."""
+    """Time the steps after the warm-up, and then what a step costs the host and the GPU apart.
+
+    After the timed steps come `PARTS` steps that begin with an idle GPU, which give the time that
+    the host takes to launch a step, and as many that begin with a GPU that is kept busy until the
+    host is ahead, which give the time that the GPU computes.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._steps = 0
-        self._started = 0.0
+        self._started = self._seconds = 0.0
+        self._timed = 0  # steps, set when their time is over
+        self._parts: list[float] = []  # seconds of single steps, launch times first
+        self._begun_at = 0.0
+        self._begun: torch.cuda.Event | None = None
 
     def step(self) -> bool:
         """Count a step; returns False when the time is over."""
         self._steps += 1
         if self._steps == WARMUP_STEPS:
             self._started = self._now()
-        return (
-            self._steps <= WARMUP_STEPS or time.perf_counter() - self._started < self._job.seconds
-        )
+        if self._steps <= WARMUP_STEPS or (
+            not self._timed and time.perf_counter() - self._started < self._job.seconds
+        ):
+            return True
+        if not self._timed:
+            self._timed = self._steps - WARMUP_STEPS
+            self._seconds = self._now() - self._started
+            if self._job.device == "cpu":
+                return False
+        elif self._begun is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            end.synchronize()
+            self._parts.append(self._begun.elapsed_time(end) / 1000)
+        else:
+            self._parts.append(time.perf_counter() - self._begun_at)
+        if len(self._parts) == 2 * PARTS:
+            return False
+        self._begun_at = self._now()
+        if len(self._parts) >= PARTS:
+            torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001 (torch's tests use it in the same way)
+            self._begun = torch.cuda.Event(enable_timing=True)
+            self._begun.record()
+        return True
 
     def figures(self) -> str:
-        """Return images per second, and the peak gigabytes of tensors on the GPU."""
-        seconds = self._now() - self._started
-        speed = (self._steps - WARMUP_STEPS) * self._job.batch_size / seconds
-        gigabytes = torch.cuda.max_memory_allocated() / 1e9 if self._job.device == "cuda" else 0.0
-        return f"images_a_second={speed:.1f} gigabytes={gigabytes:.2f}"
+        """Return images per second, the peak gigabytes on the GPU, and milliseconds of a step."""
+        speed = self._timed * self._job.batch_size / self._seconds
+        figures = {"images_a_second": speed, "gigabytes": 0.0}
+        if self._job.device == "cuda":
+            launch, compute = self._parts[:PARTS], self._parts[PARTS:]
+            figures |= {
+                "gigabytes": torch.cuda.max_memory_allocated() / 1e9,
+                "launch_ms": 1000 * statistics.median(launch),
+                "gpu_ms": 1000 * statistics.median(compute),
+                "us_a_launch": 1e6 * _seconds_of_a_launch(),
+            }
+        return " ".join(f"{name}={value:.2f}" for name, value in figures.items())
 
     def _now(self) -> float:
         if self._job.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _seconds_of_a_launch() -> float:
+    """Return how long this host takes to launch a small kernel: it varies between processes."""
+    value = torch.zeros(8, device="cuda")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(LAUNCHES):
+            value.add_(1)
+        times.append((time.perf_counter() - began) / LAUNCHES)
+    return statistics.median(times)

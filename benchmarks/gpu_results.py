@@ -57,7 +57,7 @@ class Speeds:
             if self.floor in self.complaints
             else None
         )
-        return f"failed: {cell(self.complaints[failed])} | |" if failed else ""
+        return f"failed: {cell(self.complaints[failed])} | | | | |" if failed else ""
 
     def _figures(self, name: str) -> str:
         runs, floor = self.rounds[name], self.rounds[self.floor]
@@ -67,7 +67,12 @@ class Speeds:
         ]
         gigabytes = max(run["gigabytes"] for run in runs)
         speeds = spread([run["images_a_second"] for run in runs], 0).strip()
-        return f"{speeds} | {spread(ratios).strip()} | {gigabytes:.2f}"
+        # absent without a GPU
+        parts = [
+            spread([run[name] for run in runs], 1).strip() if name in runs[0] else ""
+            for name in ("launch_ms", "gpu_ms", "us_a_launch")
+        ]
+        return f"{speeds} | {spread(ratios).strip()} | {' | '.join(parts)} | {gigabytes:.2f}"
 
 
 def cell(text: str) -> str:
@@ -90,8 +95,11 @@ def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speed
             "",
         ]
         lines += [
-            f"| contender | images a second | of {comparison.floor} | GB at the most |",
-            "|---|---|---|---|",
+            (
+                f"| contender | images a second | of {comparison.floor} | ms to launch a step |"
+                " ms of the GPU | us to launch a kernel | GB at the most |"
+            ),
+            "|---|---|---|---|---|---|---|",
             *comparison.rows(),
         ]
     return "\n".join([*lines, ""])

@@ -18,7 +18,7 @@ def chosen(visible, variables, directory):
     """Return the exchange of this worker, given the devices that each worker sees."""
     rank = int(os.environ["RANK"])
     os.environ[VISIBLE] = visible[rank]
-    os.environ.update(variables)
+    os.environ.update({name: value.format(rank=rank) for name, value in variables.items()})
     with ss.init(timeout=60, dir=directory) as run:
         return run._world.backend
 
@@ -30,6 +30,7 @@ def chosen(visible, variables, directory):
         pytest.param(["2", "3"], {}, "NCCL", id="one each"),
         pytest.param(["0,1", "1,2"], {}, "NCCL", id="different numbers"),
         pytest.param(["0", "0"], {}, "host memory", id="the same one"),
+        pytest.param(["0", "0"], {"NCCL_HOSTID": "{rank}"}, "NCCL", id="the same one, two hosts"),
         pytest.param(["0,1,2", "3,0"], {}, "host memory", id="one is shared by chance"),
     ],
 )

@@ -203,9 +203,11 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 def gpu_names(devices: list[torch.device]) -> list[str]:
     """Return a name for each GPU, equal for the same one in all containers of its host.
 
-    It has the bus address, by which NCCL recognizes a GPU, because indices depend on what is
-    visible. torch before 2.8 has no address, but a UUID.
+    It has the host and the bus address, by which NCCL recognizes a GPU, because indices depend on
+    what is visible. NCCL takes the host from NCCL_HOSTID if that is set, as tests with one GPU do.
+    torch before 2.8 has no address, but a UUID.
     """
+    host = os.environ.get("NCCL_HOSTID") or kernel_id() or socket.gethostname()
     names = []
     for device in devices:
         if device.type == "cuda":
@@ -215,7 +217,7 @@ def gpu_names(devices: list[torch.device]) -> list[str]:
             )
             address = ":".join(map(str, parts)).strip(":")
             address = address or getattr(properties, "uuid", f"index {device.index}")
-            names.append(f"{kernel_id() or socket.gethostname()} {address}")
+            names.append(f"{host} {address}")
     return names
 
 

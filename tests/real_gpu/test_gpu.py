@@ -1,0 +1,177 @@
+"""What samestep guarantees, on a real GPU: about five minutes on one.
+
+Several workers share it: they exchange through host memory, or over NCCL that takes each of them
+for a host of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import samestep as ss
+from samestep.step.deterministic import KERNELS, replaced_kernels
+from tests.step.test_deterministic import CASES, results
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+JOB = str(Path(__file__).with_name("job.py"))
+
+
+def samestep(*arguments, directory):
+    """Run a command of samestep; return its output."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "samestep", *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def fingerprint(output):
+    [found] = re.findall(r"hash (\w{64})", output)
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["host memory", "NCCL"])
+@pytest.mark.parametrize("job", ["vision", "text"])
+def test_one_two_and_three_workers_take_the_same_steps(job, exchange, device, tmp_path):
+    flags = ["--nccl"] if exchange == "NCCL" else []
+    output = samestep(
+        "verify",
+        "-n",
+        "1,2,3",
+        "--steps",
+        "3",
+        JOB,
+        job,
+        "--device",
+        device,
+        *flags,
+        directory=tmp_path,
+    )
+    assert "the same at every step" in output
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_fails_over_nccl_is_replaced(name, device, tmp_path):
+    options = ["run", "-n", "2", "--timeout", "20", "--max-restarts", "1", "--dir"]
+    flags = [JOB, "vision", "--device", device, "--nccl"]
+    undisturbed = samestep(*options, tmp_path / "a", *flags, directory=tmp_path)
+    disturbed = samestep(
+        *options, tmp_path / "b", *flags, "--signal", name, "7", directory=tmp_path
+    )
+    assert "worker 1" in disturbed
+    assert fingerprint(disturbed) == fingerprint(undisturbed)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_16_bits_take_the_same_steps(precision, device, tmp_path):
+    if (device, precision) == ("cpu", "float16"):
+        pytest.skip("float16 needs a GPU")
+    output = samestep(
+        "verify",
+        "-n",
+        "1,2",
+        "--steps",
+        "3",
+        "--kill",
+        JOB,
+        "vision",
+        "--device",
+        device,
+        "--precision",
+        precision,
+        directory=tmp_path,
+    )
+    assert "the same at every step" in output
+
+
+RECIPES = {
+    "vit": ["recipes/vit/train.py", "--config", "recipes/vit/digits.yaml"],
+    "stain": ["recipes/stain/train.py"],
+    "detect": ["recipes/detect/train.py"],
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_take_the_same_steps(recipe, device, tmp_path):
+    if device == "cpu":
+        pytest.skip("tests/recipes verify it on CPUs")
+    output = samestep("verify", "-n", "1,2", "--steps", "3", *RECIPES[recipe], directory=ROOT)
+    assert "the same at every step" in output
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_one_lane_equals_the_plain_loop(make, device):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10)
+        )
+        return model.to(device), torch.utils.data.TensorDataset(
+            torch.randn(48, 3, 8, 8), torch.arange(48) % 10
+        )
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with ss.init(device=device, lanes=1) as run:
+        model, samples = made()
+        run.replicate(model)
+        optimizer = make(model.parameters(), lr=0.01)
+        for batch in run.batches(samples, 16, steps=3, order=range(48)):
+            run.backward(loss, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        plain, samples = made()
+        plain_optimizer = make(plain.parameters(), lr=0.01)
+        for start in range(0, 48, 16):
+            loss(plain, [part.to(device) for part in samples[start : start + 16]]).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+    for value, expected in zip(
+        model.state_dict().values(), plain.state_dict().values(), strict=True
+    ):
+        assert value.equal(expected)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("deterministic")
+def test_replaced_operations_agree_with_cpus_and_repeat_their_bits(case, device):
+    _, function, inputs = CASES[case]
+    expected = results(function, inputs)
+    inputs = [value.to(device) for value in inputs]
+    with torch.device(device), replaced_kernels(device.upper()):
+        values, again = results(function, inputs), results(function, inputs)
+    for value, same, reference in zip(values, again, expected, strict=True):
+        torch.testing.assert_close(value.cpu(), reference, equal_nan=True)
+        assert value.equal(same) or bool(value.isnan().any())
+
+
+def test_every_replaced_operation_is_tested():
+    assert {kernel for kernels, *_ in CASES.values() for kernel in kernels} >= {
+        name for name in KERNELS if not name.endswith(".Tensor")
+    }
