@@ -337,10 +337,11 @@ class Run(Collectives, Recording):
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
             count: Returns the number of items in a lane batch, which is still in host memory, over
-                which the lane's mean is taken; default: its samples, the length that all of its
-                tensors and lists have. Lanes without items are skipped.
-            reduction: With "sum", the loss and the scalars are sums, which are divided by
-                max(1, items of all lanes). Lanes without items are then run as well.
+                which the lane's mean is taken, or the sum of their weights, a float; default: its
+                samples, the length that all of its tensors and lists have. Lanes without items are
+                skipped.
+            reduction: With "sum", the loss and the scalars are sums, which are divided by the
+                items of all lanes, if there are any. Lanes without items are then run as well.
             embed: For losses that compare samples with each other. Called per lane as
                 `embed(model, lane_batch)`, twice with the same random numbers. Returns a tensor
                 [items, ...], or a tuple or dict of them. `loss_fn(model, embeddings)` is then
@@ -352,8 +353,8 @@ class Run(Collectives, Recording):
 
         Raises:
             DataError: The batch is not that of a loop, or its samples cannot be counted.
-            LossError: The loss is not a scalar, or has no gradient; `embed` returns other values
-                when it is called again.
+            LossError: The loss is not a scalar, or has no gradient; a mean needs `count`; `embed`
+                returns other values when it is called again.
             ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
             NonFiniteLossError: The loss is NaN or infinite.
             WorldError: A worker caught an exception of an earlier call, which others wait for.
@@ -460,8 +461,8 @@ class Run(Collectives, Recording):
             batch_size: Samples per block.
             gather: Whether `fn` returns one output per sample instead: a tensor or a list, or a
                 dict or tuple of them.
-            count: Returns the number of items in a batch, over which means are taken; default:
-                samples, counted as in `backward`.
+            count: Returns the number of items in a batch, over which means are taken, or the sum of
+                their weights; default: samples, counted as in `backward`.
             collate_fn: Makes a batch from a list of samples; default: torch's.
             loader_workers: Number of processes that load ahead.
 

@@ -20,7 +20,13 @@ from samestep.step.across_hosts import choose_exchange
 from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
-from samestep.step.guards import ModelGuard, OptimizerGuard, check_finite, check_same_call
+from samestep.step.guards import (
+    ModelGuard,
+    OptimizerGuard,
+    check_divisors,
+    check_finite,
+    check_same_call,
+)
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.scaling import scaled
@@ -185,6 +191,7 @@ class LaneEngine(LaneContext):
             calls, reports, notes = zip(*receive(), strict=True)  # [workers] each, by rank
             check_same_call(calls)
             results = _results_of(reports)
+            check_divisors([entry for report in reports for entry in report["divisors"]])
             if self.config.nonfinite_loss != "continue":
                 losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
                 check_finite(losses, seed[0])
