@@ -28,6 +28,7 @@ from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
 from samestep.run.session import Session
+from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
 from samestep.step.guards import GradientSeal
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
@@ -131,24 +132,32 @@ class Run(Collectives, Recording):
         """
         return self._progress.read("epoch")
 
-    def replicate(self, module: Module) -> Module:
+    def replicate(self, module: Module, *, buffers: Mapping[str, Rule] | None = None) -> Module:
         """Move a module to the worker's devices, with rank 0's values on every worker.
 
         Args:
             module: A module with the same names, shapes and dtypes on every worker.
+            buffers: Rules for buffers that the lanes of a step write, by name or pattern, as in
+                `{"*.tokens": "sum"}`. After the step, a buffer has the "mean" of the lanes' values,
+                the "sum" of their changes added to its value before the step, the "min" or "max",
+                or the value of the "first" lane; with "refuse", no lane may write it. Lanes without
+                samples do not count. Those of torch's normalization layers, observers and spectral
+                norms are known. Without a rule, lanes must write the same bits.
 
         Returns:
             The same module, changed in place.
 
         Raises:
-            ModelError: Names, shapes or dtypes differ between workers.
+            ModelError: Names, shapes or dtypes differ between workers, or a rule does not fit. In a
+                step: lanes wrote different values to a buffer without a rule.
+            ConfigError: A rule does not exist.
 
         Example:
             >>> model = run.replicate(Net())
         """
         # Collective. The order of calls numbers the modules for the comparison of workers.
         replicate(module, self.device, self._world)
-        self._lanes.add(module)
+        self._lanes.add(module, buffers)
         self._session.divergence.modules.append(module)
         return module
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.step.across_hosts import choose_exchange
+from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
@@ -105,11 +106,11 @@ class LaneEngine(LaneContext):
         self._last_overlap: tuple[Parameters, int, Overlap] | None = None
         self._calls = 0  # of `backward`, also those that failed
 
-    def add(self, module: Module) -> None:
-        """Register a replicated module for training."""
+    def add(self, module: Module, rules: Mapping[str, Rule] | None = None) -> None:
+        """Register a replicated module for training, with `rules` for its buffers."""
         self.models.add(module)
         self.replicas.add(module)
-        self.buffers.add(module)
+        self.buffers.add(module, rules)
         self.manual.watch(module)
 
     def close(self) -> None:
@@ -195,7 +196,7 @@ class LaneEngine(LaneContext):
             if self.config.nonfinite_loss != "continue":
                 losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
                 check_finite(losses, seed[0])
-        self._end_buffers(reports, results)
+            self._end_buffers(reports, results)
         scale = lane_pass.scale(results)
         if overlap.buckets:
             # Each worker adds up its slice along the tree. Workers gather the slices, unless a
@@ -261,7 +262,7 @@ class LaneEngine(LaneContext):
         return report
 
     def _end_buffers(self, reports: Sequence[Any], results: Sequence[LaneResult]) -> None:
-        """Take the mean over lanes of the buffers that any lane wrote."""
+        """Agree on the buffers that any lane wrote."""
         written = sorted({number for report in reports for number in report["buffers"]})
         self.buffers.learn(number for report in reports for number in report["late"])
         self.buffers.end_step(written, [result.lane for result in results])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from samestep.torch_internals import divisor_of
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
+DIVISOR: Final = "divisor of the mean"  # no user's metric has this name
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,9 @@ class LanePass:
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.autocast(), no_reentrant_checkpoints():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
-            scalars = self._copied({"loss": loss.detach(), **metrics})
-            self._note_divisor(lane, count, loss)
+            scalars = self._copied({"loss": loss.detach(), **metrics, **self._divisor(loss)})
+            if (divisor := scalars.pop(DIVISOR, None)) is not None:
+                self._divisors.append((lane, count, divisor))
             if context.lanes > 1:  # a single lane leaves in buffers what it wrote
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
             weights = [self._weight(loss, count)]  # of the loss's shape; None is 1
@@ -246,12 +248,12 @@ class LanePass:
         self._results.append((lane, count, scalars))
         return gradients
 
-    def _note_divisor(self, lane: int, count: float, loss: Tensor) -> None:
-        """Note what a mean was divided by, where the weights of lanes are their samples."""
-        if self.loss.count is None and self.loss.reduction == "mean" and self.context.lanes > 1:
-            divisor = divisor_of(loss)
-            if divisor is not None:
-                self._divisors.append((lane, count, *self._copies.of([divisor])))
+    def _divisor(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return what a mean was divided by, where the weights of lanes are their samples."""
+        if self.loss.count is not None or self.loss.reduction == "sum" or self.context.lanes == 1:
+            return {}
+        divisor = divisor_of(loss)
+        return {} if divisor is None else {DIVISOR: divisor}
 
     def _moved(self, lane: int, replica: Replica) -> Any:
         """Return a lane's batch on its device, and begin to copy that of the next lane there."""
