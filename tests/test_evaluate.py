@@ -148,6 +148,17 @@ def test_means_are_over_samples_or_items_that_count_gives(size):
     )
 
 
+def test_items_may_have_weights():
+    dataset, weight = Scores(37), torch.linspace(0.001, 0.03, CLASSES)
+
+    def fn(model, batch):
+        return nn.functional.cross_entropy(batch[0], batch[1], weight=weight)
+
+    means = means_of(fn, dataset, count=lambda batch: weight[batch[1]].sum())
+    expected = fn(None, (dataset.logits, dataset.labels)).item()
+    assert means["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_blocks_without_items_do_not_count():
     dataset = Scores(37)
 

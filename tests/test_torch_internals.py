@@ -160,6 +160,18 @@ def test_reentrant_checkpoints_are_noticed():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_divisor_of_a_cross_entropy(smoothing):
+    logits, weight = torch.ones(3, 2, requires_grad=True), torch.tensor([0.5, 3.0])
+    labels = torch.tensor([0, 1, -100])
+    loss = nn.functional.cross_entropy(logits, labels, weight=weight, label_smoothing=smoothing)
+    assert internals.divisor_of(loss * 2 + logits.mean()).item() == 3.5
+    maps = nn.functional.cross_entropy(logits[None, :, :, None], labels[None, :2, None] * 0)
+    assert internals.divisor_of(maps).item() == 2
+    total = nn.functional.cross_entropy(logits, labels, weight=weight, reduction="sum")
+    assert internals.divisor_of(total) is internals.divisor_of(logits.sum()) is None
+
+
 @pytest.mark.parametrize("decision", [0.0, 1.0])
 def test_the_decision_to_skip_a_step_can_be_changed(decision):
     calls = []

@@ -24,7 +24,7 @@ from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Means, Metric, as_metric, merged_values, unique
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import Count, LaneResult, LossFn, read_together
+from samestep.step.lane_pass import Count, LaneResult, LossFn, counted, read_together
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
@@ -79,7 +79,10 @@ class Evaluation:
         # Per block: items, scalars and metrics. Scalars are tensors of one element or floats; they
         # stay on the device until every block has been started.
         blocks = [
-            (int(count(block.batch)) if count else block.samples(), *self._results(returned))
+            (
+                counted(count, block.batch, f"block {block.number}") if count else block.samples(),
+                *self._results(returned),
+            )
             for block, returned in self._outputs(fn, model)
         ]
         values = [value for _, scalars, _ in blocks for value in scalars.values()]

@@ -24,16 +24,16 @@ from samestep.torchmetrics import TorchMetrics
 
 @dataclass(frozen=True)
 class Mean:
-    """A float64 sum over a number of items."""
+    """A float64 sum over a number of items, or over the sum of their weights."""
 
     total: float
-    count: int
+    count: float
 
     @classmethod
-    def of(cls, means: Sequence[tuple[float, int]]) -> Mean:
+    def of(cls, means: Sequence[tuple[float, float]]) -> Mean:
         """Merge (mean, count) pairs, in any order, because the sum is rounded once."""
         total = _exact_sum([mean * count for mean, count in means])
-        return cls(total, sum(count for _, count in means))
+        return cls(total, math.fsum(count for _, count in means))
 
     @property
     def value(self) -> float:
@@ -102,7 +102,7 @@ class Means(Mapping[str, float]):
         if not self._sums:
             return Mean.of(pairs)
         # without items, the sum itself: an image without boxes also has a loss
-        count = max(1, sum(count for _, count in pairs))
+        count = math.fsum(count for _, count in pairs) or 1
         return Mean(_exact_sum([value for value, _ in pairs]), count)
 
 

@@ -22,6 +22,8 @@ from torch.utils import checkpoint
 AroundBackward = Callable[[], AbstractContextManager[None]]
 Subclass = TypeVar("Subclass", bound=Tensor)
 
+NODES: Final = 8  # of a loss's graph that are searched for a cross-entropy
+
 # One call for many tensors, because each call takes microseconds. torch's optimizers use them.
 foreach_add_: Final = torch._foreach_add_
 foreach_copy_: Final = torch._foreach_copy_
@@ -113,6 +115,22 @@ def before_reentrant_checkpoints(check: Callable[[Sequence[Any]], object]) -> It
         yield
     finally:
         del kind.apply  # the inherited one is back
+
+
+def divisor_of(loss: Tensor) -> Tensor | None:
+    """Return what a mean cross-entropy in a loss was divided by, None if it has none.
+
+    That is the sum of the class weights of the labels that are not ignored, a scalar. Autograd
+    keeps it for backward; other code does not see it. The loss may be scaled, and added to others.
+    """
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:  # grows
+        if type(node).__name__ in {"NllLossBackward0", "NllLoss2DBackward0"}:
+            is_mean = node._saved_reduction == 1  # noqa: SLF001
+            return node._saved_total_weight if is_mean else None  # noqa: SLF001
+        if len(nodes) < NODES:
+            nodes += [before for before, _ in node.next_functions if before is not None]
+    return None
 
 
 class GradScalerHooks(torch.amp.GradScaler):

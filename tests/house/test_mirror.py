@@ -33,6 +33,7 @@ ELSEWHERE = {
     "run/session.py": "run/test_resume.py",
     "snapshot/manifest.py": "snapshot/test_part.py",
     "snapshot/memory_slot.py": "snapshot/test_in_memory.py",
+    "step/buffer_rules.py": "step/test_buffers.py",
     "step/lane_pass.py": "step/test_lane_engine.py",
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/scale/report.py": "tools/scale/test_study.py",

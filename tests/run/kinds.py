@@ -283,7 +283,8 @@ class Watching(nn.Module):
 
 
 def buffers_job(run):
-    model = run.replicate(Watching())
+    rules = {"seen": "sum", "found": "max", "highest": "max", "[ms][ec]a*": "mean"}
+    model = run.replicate(Watching(), buffers=rules)
     optimizer = torch.optim.Adagrad(model.parameters())
     return fit(run, model, optimizer, images(53), batch_size=16)
 

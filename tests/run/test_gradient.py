@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 import samestep as ss
+from samestep.errors import LossError
 from tests.bits import bits
 from tests.workers import run_workers, try_workers
 
@@ -301,6 +304,64 @@ def test_sum_is_divided_by_the_items_of_all_lanes(boxes):
         for net in (model, reference)
     )
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+CLASSES = torch.tensor([0.011, 0.0003, 0.02])  # the weights of a batch add up to less than 1
+
+
+def weighted(model, batch, reduction="mean"):
+    return F.cross_entropy(model(batch[0]), batch[1], weight=CLASSES, reduction=reduction)
+
+
+def weighted_gradient(reduction):
+    inputs, _ = items(1, 22)
+    labels = torch.arange(22) % 4 % 3
+    with ss.init(lanes=4) as run:
+        model = run.replicate(nn.Linear(*inputs.shape[1:], 3))
+        (batch,) = run.batches(TensorDataset(inputs, labels), 22)
+        means = run.backward(
+            partial(weighted, reduction=reduction),
+            model,
+            batch,
+            count=lambda batch: CLASSES[batch[1]].sum(),
+            reduction=reduction,
+        )
+        gradient = model.weight.grad.clone()
+        expected = weighted(model, (inputs, labels))
+        (whole,) = torch.autograd.grad(expected, [model.weight])
+        assert (gradient - whole).norm() < 1e-5 * whole.norm()
+        assert math.isclose(means["loss"], expected.item(), rel_tol=1e-5)
+        return bits(gradient), means["loss"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_class_weights_are_counted(reduction):
+    expected = weighted_gradient(reduction)
+    assert run_workers(partial(weighted_gradient, reduction), 3) == [expected] * 3
+
+
+def test_means_that_are_not_over_samples_need_count():
+    inputs, _ = items(1, 16)
+    words = torch.arange(16 * 5).view(16, 5) % 3
+
+    def loss_fn(model, batch):
+        logits = model(batch[0])[:, None].expand(-1, 5, -1)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=-1)
+        return 2 * loss + model(batch[0]).square().mean()
+
+    with ss.init(lanes=4) as run:
+        model = run.replicate(nn.Linear(*inputs.shape[1:], 3))
+        data = TensorDataset(inputs, words.clone())
+        for batch in run.batches(data, 16, epochs=1, shuffle=False):
+            run.backward(loss_fn, model, batch)  # each sample has five words
+        words[5:7, 2:] = -1
+        for batch in run.batches(TensorDataset(inputs, words), 16, shuffle=False, name="padded"):
+            with pytest.raises(
+                LossError, match=r"of lane 0 is a mean over 20 for 4 .* of lane 1 over 14 for 4"
+            ):
+                run.backward(loss_fn, model, batch)
+            run.backward(loss_fn, model, batch, count=lambda batch: (batch[1] >= 0).sum())
+            run.backward(loss_fn, model, batch, count=lambda batch: len(batch[1]))
 
 
 def test_a_sum_over_samples_is_divided_by_their_number():

@@ -773,10 +773,10 @@ def test_wrong_modules_and_counts_are_rejected():
         ModelError, match="ReLU has no parameter that requires a gradient; call requires_grad_"
     ):
         backward(lanes, model, update=nn.ReLU())
-    for count in (-1, 0.5, math.inf, math.nan):
+    for count in (-1, -0.5, math.inf, math.nan):
         with pytest.raises(
             DataError,
-            match=f"count must return a whole number of at least 0, got {count!r} for lane 0",
+            match=f"count must return a finite number of at least 0, got {count!r} for lane 0",
         ):
             backward(lanes, model, count=lambda batch, count=count: count)
 

@@ -20,6 +20,7 @@ from samestep.data.loader import size_of
 from samestep.errors import ConfigError
 from samestep.metrics import as_metric
 from samestep.run import Run
+from samestep.step.lane_pass import Count
 from samestep.step.shard import ELEMENTWISE
 
 # Hooks that `fit` calls, or that belong to the module's own use of data.
@@ -66,6 +67,7 @@ def fit(
     max_epochs: int,
     datamodule: LightningDataModule | None = None,
     gradient_clip_val: float | None = None,
+    count: Count | None = None,
 ) -> dict[str, float]:
     """Train a LightningModule with the same bits at any number of workers.
 
@@ -81,6 +83,8 @@ def fit(
         max_epochs: Total number of epochs, over all resumes.
         datamodule: Data module, in place of DataLoaders.
         gradient_clip_val: Largest norm of a gradient; None or 0: no limit.
+        count: Returns the number of items of a batch over which `training_step` and
+            `validation_step` take means, as in `Run.backward`; default: samples.
 
     Returns:
         The last value of everything that was logged, by name.
@@ -92,7 +96,7 @@ def fit(
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders
     _check(module, datamodule, run)
-    trainer = Trainer(module, run, max_epochs)
+    trainer = Trainer(module, run, max_epochs, count)
     try:
         module.trainer = trainer
         module.log = trainer.log
@@ -123,8 +127,10 @@ class Trainer:
     loggers: Final = ()
     sanity_checking = barebones = False
 
-    def __init__(self, module: LightningModule, run: Run, max_epochs: int) -> None:
-        self._module, self._run = module, run
+    def __init__(
+        self, module: LightningModule, run: Run, max_epochs: int, count: Count | None = None
+    ) -> None:
+        self._module, self._run, self._count = module, run, count
         self.max_epochs, self.world_size, self.global_rank = max_epochs, run.world_size, run.rank
         self.is_global_zero = run.is_main
         self.current_epoch = self.global_step = self.num_training_batches = 0
@@ -236,7 +242,9 @@ class Trainer:
             if index == 0 or loop.step == first + 1:
                 module.on_train_epoch_start()
             module.train()
-            means = run.backward(_Step(self, "training_step", index), module, batch)
+            means = run.backward(
+                _Step(self, "training_step", index), module, batch, count=self._count
+            )
             if clip is not None and clip > 0:
                 run.clip_grad_norm(module, clip)
             module.on_before_optimizer_step(optimizer)
@@ -281,6 +289,7 @@ class Trainer:
             module,
             dataset,
             batch_size,
+            count=self._count,
             collate_fn=options["collate_fn"],
             loader_workers=options["loader_workers"],
         )

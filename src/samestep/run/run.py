@@ -30,6 +30,7 @@ from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
 from samestep.run.session import Session
+from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
 from samestep.step.guards import GradientSeal
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
@@ -137,24 +138,32 @@ class Run(Collectives, Recording):
         """
         return self._progress.read("epoch")
 
-    def replicate(self, module: Module) -> Module:
+    def replicate(self, module: Module, *, buffers: Mapping[str, Rule] | None = None) -> Module:
         """Move a module to the worker's devices, with rank 0's values on every worker.
 
         Args:
             module: A module with the same names, shapes and dtypes on every worker.
+            buffers: Rules for buffers that the lanes of a step write, by name or pattern, as in
+                `{"*.tokens": "sum"}`. After the step, a buffer has the "mean" of the lanes' values,
+                the "sum" of their changes added to its value before the step, the "min" or "max",
+                or the value of the "first" lane; with "refuse", no lane may write it. Lanes without
+                samples do not count. Those of torch's normalization layers, observers and spectral
+                norms are known. Without a rule, lanes must write the same bits.
 
         Returns:
             The same module, changed in place.
 
         Raises:
-            ModelError: Names, shapes or dtypes differ between workers.
+            ModelError: Names, shapes or dtypes differ between workers, or a rule does not fit. In a
+                step: lanes wrote different values to a buffer without a rule.
+            ConfigError: A rule does not exist.
 
         Example:
             >>> model = run.replicate(Net())
         """
         # Collective. The order of calls numbers the modules for the comparison of workers.
         replicate(module, self.device, self._world)
-        self._lanes.add(module)
+        self._lanes.add(module, buffers)
         self._session.divergence.modules.append(module)
         return module
 
@@ -343,10 +352,11 @@ class Run(Collectives, Recording):
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
             count: Returns the number of items in a lane batch, which is still in host memory, over
-                which the lane's mean is taken; default: its samples, the length that all of its
-                tensors and lists have. Lanes without items are skipped.
-            reduction: With "sum", the loss and the scalars are sums, which are divided by
-                max(1, items of all lanes). Lanes without items are then run as well.
+                which the lane's mean is taken, or the sum of their weights, a float; default: its
+                samples, the length that all of its tensors and lists have. Lanes without items are
+                skipped.
+            reduction: With "sum", the loss and the scalars are sums, which are divided by the
+                items of all lanes, if there are any. Lanes without items are then run as well.
             embed: For losses that compare samples with each other. Called per lane as
                 `embed(model, lane_batch)`, twice with the same random numbers. Returns a tensor
                 [items, ...], or a tuple or dict of them. `loss_fn(model, embeddings)` is then
@@ -358,8 +368,8 @@ class Run(Collectives, Recording):
 
         Raises:
             DataError: The batch is not that of a loop, or its samples cannot be counted.
-            LossError: The loss is not a scalar, or has no gradient; `embed` returns other values
-                when it is called again.
+            LossError: The loss is not a scalar, or has no gradient; a mean needs `count`; `embed`
+                returns other values when it is called again.
             ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
             NonFiniteLossError: The loss is NaN or infinite.
             WorldError: A worker caught an exception of an earlier call, which others wait for.
@@ -468,8 +478,8 @@ class Run(Collectives, Recording):
             batch_size: Samples per block.
             gather: Whether `fn` returns one output per sample instead: a tensor or a list, or a
                 dict or tuple of them.
-            count: Returns the number of items in a batch, over which means are taken; default:
-                samples, counted as in `backward`.
+            count: Returns the number of items in a batch, over which means are taken, or the sum of
+                their weights; default: samples, counted as in `backward`.
             collate_fn: Makes a batch from a list of samples; default: torch's.
             loader_workers: Number of processes that load ahead.
 

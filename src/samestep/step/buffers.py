@@ -1,8 +1,9 @@
 """Module buffers: every lane starts a step from the same values, and all workers agree after it.
 
-A floating-point buffer (BatchNorm's running statistics) becomes the tree mean of the values of the
-lanes that had samples. Any other buffer takes the value of the first such lane. A buffer that no
-lane wrote stays unchanged.
+A rule (`buffer_rules.py`) says which value a buffer has if the lanes that had samples left
+different ones, as for BatchNorm's running statistics: the mean of values or the sum of changes,
+along the tree over lanes, the smallest, the largest, or that of the first lane. Without a rule,
+different values are an error. A buffer that no lane wrote stays unchanged.
 
 The host must know which buffers were written, but should not wait until a GPU has completed the
 backward pass. So a GPU reports what forward wrote. What only backward writes is read with the first
@@ -11,10 +12,12 @@ step; a later step must not write other buffers in backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +25,51 @@ from torch.nn import Module
 
 from samestep.comm.base import World
 from samestep.errors import ModelError
+from samestep.step.buffer_rules import (
+    Rule,
+    check_rules,
+    chosen_rule,
+    has_scale,
+    rule_of,
+    set_scale,
+)
 from samestep.step.gradients import Parameters
 from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
 from samestep.step.replicas import Replicas
 from samestep.torch_internals import buffers_in, foreach_copy_
 
 Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # begins to copy from GPUs to the host
+Join = Callable[[Tensor, Tensor], Tensor]
+# how the values of two subtrees become that of their parent
+JOINS: Final[Mapping[str | None, Join]] = {
+    "mean": torch.add,
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+class Home(NamedTuple):
+    """Where a buffer is registered: a dict of its module, and its name there and in the model."""
+
+    registry: dict[str, Any]
+    name: str
+    path: str
+    rule: Rule | None
+
+    def holds_shape_of(self, start: Tensor) -> bool:
+        """Return whether the buffer has the shape and dtype of `start` now."""
+        value = self.registry.get(self.name)
+        return value is not None and value.shape == start.shape and value.dtype == start.dtype
+
+
+class _Part(NamedTuple):
+    """Buffers that are combined in one way along the tree, with elements of 8 bytes."""
+
+    join: Join
+    dtype: torch.dtype
+    numbers: list[int]
 
 
 class Buffers:
@@ -39,8 +80,8 @@ class Buffers:
         self._lanes_by_rank = [lanes_of(rank, world.size, lanes) for rank in range(world.size)]
         self._spans = [subtrees(own_lanes, lanes) for own_lanes in self._lanes_by_rank]
         self._max_spans = max(map(len, self._spans))
-        # where each buffer is registered: its module's dict, and its name
-        self._homes: list[tuple[dict[str, Any], str]] = []
+        self._homes: list[Home] = []  # by number of the buffer
+        self._scales: dict[int, Module] = {}  # fake quantization, by number of its scale
         self._starts: list[tuple[torch.device, list[Tensor]]] = [
             (replica.device, []) for replica in replicas.all
         ]  # copies of the values at the start of a step, [devices, buffers]
@@ -55,18 +96,34 @@ class Buffers:
         self._learned: set[tuple[int, ...]] = set()  # keys of parameters for which it is known
         self._parameters: Parameters = []  # of the current step
         self._is_in_step = False
+        self._before: list[list[Tensor]] = []  # start values, if this step has begun a second time
+        self._steps = 0
+        # whether lanes wrote different values without a rule, by number; a GPU is asked later
+        self._differing: dict[int, Tensor] = {}
 
-    def add(self, module: Module) -> None:
-        """Manage the buffers of a module; shared ones are added once."""
+    def add(self, module: Module, rules: Mapping[str, Rule] | None = None) -> None:
+        """Manage the buffers of a module; shared ones are added once.
+
+        `rules` are by name in the module, or pattern; those of a module that is added again replace
+        the earlier ones. Raises `ModelError` or `ConfigError` if they are wrong.
+        """
+        rules = rules or {}
+        check_rules(module, rules)
         self._learned.clear()  # the new module may write others
-        ids = {id(buffer) for buffer in self._current()}
-        for owner in module.modules():
+        numbers = {id(buffer): number for number, buffer in enumerate(self._current())}
+        for prefix, owner in module.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
-                if id(buffer) not in ids:
-                    ids.add(id(buffer))
-                    self._homes.append((buffers_in(owner), name))
+                path = f"{prefix}.{name}" if prefix else name
+                home = Home(buffers_in(owner), name, path, rule_of(owner, name, path, rules))
+                number = numbers.setdefault(id(buffer), len(self._homes))
+                if number == len(self._homes):
+                    self._homes.append(home)
                     for device, start in self._starts:
                         start.append(buffer.detach().to(device, copy=True))
+                elif chosen_rule(path, rules):
+                    self._homes[number] = home
+                if name == "scale" and has_scale(owner):
+                    self._scales[number] = owner
 
     def begin_step(self, parameters: Parameters) -> None:
         """Save each device's current values, from which all of its lanes start.
@@ -74,6 +131,11 @@ class Buffers:
         The step computes gradients of `parameters`.
         """
         self._written, self._flags, self._by_forward, self._first = {}, [], [], []
+        # the loss of a whole batch may have changed buffers since the step has begun
+        self._before = [
+            [*map(torch.clone, starts)] for _, starts in self._starts * self._is_in_step
+        ]
+        self._steps += not self._is_in_step
         self._parameters, self._is_in_step = parameters, True
         groups = self._all_groups()
         if groups and self._key() not in self._learned:
@@ -83,21 +145,25 @@ class Buffers:
         for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
             if starts:
                 with self._replicas.on(replica):
-                    foreach_copy_(starts, self._detached())
+                    foreach_copy_(starts, self._unresized(starts))
 
     def restore(self) -> None:
         """Return to the values at the start of a step that failed."""
         if self._is_in_step:
             self._is_in_step = False
-            for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
+            before = self._before or [starts for _, starts in self._starts]
+            for replica, starts in zip(self._replicas.all, before, strict=True):
                 if starts:
                     with self._replicas.on(replica):
+                        for home, start in zip(self._homes, starts, strict=True):
+                            if not home.holds_shape_of(start):
+                                home.registry[home.name] = start.clone()
                         foreach_copy_(self._detached(), starts)
 
     def end_forward(self, lane: int, device: int, copy: Copy) -> None:
         """Note what a lane's forward pass wrote on a GPU; `copy` begins to copy to the host."""
         starts, groups = self._starts[device][1], self._groups_on(device)
-        current = self._detached() if groups else []
+        current = self._unresized(starts) if groups else []
         self._by_forward = [
             group.changed(group.joined(starts), group.joined(current)) for group in groups
         ]
@@ -112,7 +178,7 @@ class Buffers:
         """
         written = self._written[lane] = {}
         where, starts = self._starts[device]
-        current = self._detached()
+        current = self._unresized(starts)
         if where.type == "cpu":  # the host compares now, and copies only what differs
             for number, (start, buffer) in enumerate(zip(starts, current, strict=True)):
                 if not _same_bits(start, buffer):
@@ -168,48 +234,118 @@ class Buffers:
         return sorted({number for values in self._written.values() for number in values})
 
     def check(self) -> None:
-        """Raise `ModelError` if backward wrote buffers that it did not write in the first step."""
+        """Raise `ModelError` for what is only known now, because nothing waits for a GPU.
+
+        Lanes wrote different values to a buffer without a rule, or backward wrote buffers that it
+        did not write in the first step.
+        """
+        self._check_differing()
         for number in _nonzero([(group.numbers, group.late) for group in self._all_groups()]):
             if number not in self._by_backward:
                 raise ModelError(
-                    f"the buffer {self._homes[number][1]!r} was written during backward, but not"
+                    f"the buffer {self._homes[number].path!r} was written during backward, but not"
                     " during forward, and not in the first step; its new values are lost, because"
                     " workers agree on buffers before a GPU has completed backward. Change it in"
                     " forward, or in the first step as well"
                 )
 
+    def _check_differing(self) -> None:
+        differing, self._differing = self._differing, {}
+        for number, differs in differing.items():
+            if differs:
+                raise _differ(self._homes[number], self._start[number])
+
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
-        """Agree on the buffers that any lane wrote; collective if there are any."""
+        """Agree on the buffers that any lane wrote; collective if there are any.
+
+        Raises `ModelError` on all workers if one of them must not be written.
+        """
+        if written and lanes_with_items:  # the same on all workers
+            for number in written:
+                if self._homes[number].rule == "refuse":
+                    raise ModelError(
+                        f"a lane wrote the buffer {self._homes[number].path!r}, for which"
+                        ' run.replicate got the rule "refuse"; change it in the body of the loop,'
+                        " after optimizer.step()"
+                    )
+            self._agree(written, lanes_with_items)
         self._is_in_step = False
-        if not written or not lanes_with_items:  # the same on all workers
-            return
-        averaged = [number for number in written if self._start[number].is_floating_point()]
-        copied = [number for number in written if not self._start[number].is_floating_point()]
-        sizes = [self._start[number].numel() for number in averaged]
-        rows = self._gather(averaged, copied, lanes_with_items)
-        size = 8 * sum(sizes)  # bytes of a sum, in float64
-        nodes: dict[Span, Tensor] = {}
+
+    def _agree(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
+        parts = self._parts_of(written)
+        joined = {number for part in parts for number in part.numbers}
+        copied = [number for number in written if number not in joined]
+        rows = self._gather(parts, copied, lanes_with_items)
+        sizes = [sum(self._start[number].numel() for number in part.numbers) for part in parts]
+        size = 8 * sum(sizes)  # bytes of a node: all parts have elements of 8 bytes
+        nodes: dict[Span, list[Tensor]] = {}  # of the tree over lanes: the values of each part, 1-D
         for spans, row in zip(self._spans, rows, strict=True):
-            # float64 [spans, elements]; cloned, because a view as float64 needs aligned memory
-            sums = row[: size * len(spans)].clone().view(torch.float64).view(len(spans), -1)
-            nodes.update(zip(spans, sums, strict=True))
-        mean = tree_sum((0, self._lanes), nodes.get, torch.add) / len(lanes_with_items)
+            # int64 [spans, elements]; cloned, because a view needs aligned memory
+            words = row[: size * len(spans)].clone().view(torch.int64).view(len(spans), -1)
+            for span, values in zip(spans, words, strict=True):
+                pieces = values.split(sizes)
+                nodes[span] = [
+                    piece.view(part.dtype) for part, piece in zip(parts, pieces, strict=True)
+                ]
         current = self._current()
-        for number, values in zip(averaged, mean.split(sizes), strict=True):
-            current[number].data.copy_(values.view(self._start[number].shape))
-        owns_first = [lanes_with_items[0] in rank_lanes for rank_lanes in self._lanes_by_rank]
-        first = rows[owns_first.index(True)]
-        offset = self._max_spans * size  # after the sums
-        for number in copied:
+        totals = tree_sum((0, self._lanes), nodes.get, partial(_join, parts))
+        for part, values in zip(parts, totals, strict=True):
+            pieces = values.split([self._start[number].numel() for number in part.numbers])
+            for number, piece in zip(part.numbers, pieces, strict=True):
+                start, result = self._start[number], piece
+                if self._homes[number].rule == "mean":
+                    result = piece / len(lanes_with_items)
+                elif self._homes[number].rule == "sum":  # of the lanes' changes
+                    result = start.reshape(-1).to(part.dtype) + piece
+                current[number].data.copy_(result.view(start.shape))
+        self._copy_first(copied, rows, self._max_spans * size, lanes_with_items)
+        for number in written:
+            if number in self._scales:
+                set_scale(self._scales[number])
+
+    def _copy_first(
+        self, copied: Sequence[int], rows: Tensor, offset: int, lanes_with_items: Sequence[int]
+    ) -> None:
+        """Take the first lane's value of buffers, from their rows of bytes after `offset`."""
+        with_items = [
+            rank
+            for rank, own_lanes in enumerate(self._lanes_by_rank)
+            if not set(own_lanes).isdisjoint(lanes_with_items)
+        ]
+        # uint8 [workers, nbytes]; the first one has the first lane
+        rows = torch.stack([rows[rank] for rank in with_items])  # an index would be copied to a GPU
+        unequal = rows[:, len(rows[0]) - len(copied) :].any(0)  # bool [copied], within any worker
+        current = self._current()
+        for place, number in enumerate(copied):
             start = self._start[number]
-            values = first[offset : offset + start.numel() * start.element_size()].clone()
-            current[number].data.copy_(values.view(start.dtype).view(start.shape))
-            offset += len(values)
+            values = rows[:, offset : offset + start.nbytes]  # [workers, nbytes]
+            first = values[0].clone()
+            current[number].data.copy_(first.view(start.dtype).view(start.shape))
+            offset += start.nbytes
+            if self._homes[number].rule is None:
+                differs = unequal[place] | (values != first).any()
+                self._differing[number] = differs | self._differing.get(number, differs)
+        if rows.device.type == "cpu" or self._steps <= 2:
+            self._check_differing()
+
+    def _parts_of(self, written: Sequence[int]) -> list[_Part]:
+        """Group the buffers whose values are combined along the tree."""
+        parts: dict[tuple[Join, torch.dtype], list[int]] = {}
+        for number in written:
+            rule = self._homes[number].rule
+            if rule in JOINS:
+                is_float = self._start[number].is_floating_point()
+                dtype = torch.float64 if is_float else torch.int64
+                parts.setdefault((JOINS[rule], dtype), []).append(number)
+        return [_Part(*kind, numbers) for kind, numbers in parts.items()]
 
     def _gather(
-        self, averaged: Sequence[int], copied: Sequence[int], lanes_with_items: Sequence[int]
+        self, parts: Sequence[_Part], copied: Sequence[int], lanes_with_items: Sequence[int]
     ) -> Tensor:
-        """Return a row of bytes per worker: sums of its subtrees, values of its first lane."""
+        """Return a row of bytes per worker.
+
+        It has the values of its subtrees, those of its first lane, and whether its lanes differ.
+        """
         rank = self._world.rank
         own_lanes = [lane for lane in lanes_with_items if lane in self._lanes_by_rank[rank]]
 
@@ -217,27 +353,69 @@ class Buffers:
             # a lane that did not write a buffer left its start value there
             return self._written[lane].get(number, self._start[number]).reshape(-1)
 
-        def leaf(span: Span) -> Tensor | None:
+        def leaf(span: Span) -> list[Tensor] | None:
             if span[1] - span[0] > 1:
                 return None
-            if span[0] not in own_lanes or not averaged:  # a lane without items adds zeros
-                size = sum(self._start[number].numel() for number in averaged)
-                return torch.zeros(size, dtype=torch.float64, device=self._start[0].device)
-            return torch.cat([value(span[0], number).double() for number in averaged])
+            if span[0] in own_lanes:
+                return [self._leaf(part, partial(value, span[0])) for part in parts]
+            return [self._nothing(part) for part in parts]
 
-        parts = [tree_sum(span, leaf, torch.add).view(torch.uint8) for span in self._spans[rank]]
+        nodes = [tree_sum(span, leaf, partial(_join, parts)) for span in self._spans[rank]]
+        pieces = [values.view(torch.uint8) for node in nodes for values in node]
         # workers with fewer subtrees send zeros, so that all rows have one length
-        parts += [parts[0].new_zeros(len(parts[0]))] * (self._max_spans - len(parts))
+        missing = self._max_spans - len(nodes)
+        pieces += [torch.zeros_like(piece) for piece in pieces[: len(parts)]] * missing
+        flags = []  # uint8 [1] each
         for number in copied:
-            first = value(own_lanes[0], number) if own_lanes else self._start[number].reshape(-1)
-            parts.append(first.contiguous().view(torch.uint8))
-        row = torch.cat(parts)  # uint8 [nbytes]: sums and values of any dtype in one message
+            start = self._start[number].reshape(-1)
+            # uint8 [lanes, nbytes]
+            values = [value(lane, number).contiguous().view(torch.uint8) for lane in own_lanes]
+            first = values[0] if values else start.contiguous().view(torch.uint8)
+            pieces.append(first)
+            unequal = [(other != first).any().view(1) for other in values[1:]]
+            flags.append(torch.cat([first.new_zeros(1), *unequal]).amax(0, keepdim=True))
+        row = torch.cat([*pieces, *flags])  # uint8 [nbytes]: values of any dtype in one message
         rows = row.new_empty(self._world.size * len(row))
         self._world.all_gather(rows, row, "averaging buffers")
         return rows.view(self._world.size, -1)  # [workers, nbytes]
 
+    def _leaf(self, part: _Part, value: Callable[[int], Tensor]) -> Tensor:
+        """Return what a lane contributes to the buffers of a part, 1-D."""
+        return torch.cat(
+            [
+                value(number).to(part.dtype) - self._start[number].reshape(-1).to(part.dtype)
+                if self._homes[number].rule == "sum"
+                else value(number).to(part.dtype)
+                for number in part.numbers
+            ]
+        )
+
+    def _nothing(self, part: _Part) -> Tensor:
+        """Return what a lane without items contributes: it changes no result."""
+        size = sum(self._start[number].numel() for number in part.numbers)
+        low: float = -math.inf
+        high: float = math.inf
+        if part.dtype == torch.int64:
+            low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+        fill = {torch.add: 0, torch.minimum: high, torch.maximum: low}[part.join]
+        return torch.full((size,), fill, dtype=part.dtype, device=self._start[0].device)
+
     def _current(self) -> list[Tensor]:
-        return [registry[name] for registry, name in self._homes]
+        return [home.registry[home.name] for home in self._homes]
+
+    def _unresized(self, starts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the current values. Raises `ModelError` if one has another shape than `starts`."""
+        for home, start in zip(self._homes, starts, strict=True):
+            if not home.holds_shape_of(start):
+                value = home.registry.get(home.name)
+                shape = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
+                raise ModelError(
+                    f"the buffer {home.path!r} was {start.dtype} {list(start.shape)} and became"
+                    f" {shape} after run.replicate; lanes need buffers of a fixed shape: create it"
+                    " in its final shape, run the model once on a sample before run.replicate, or"
+                    " change it between steps and call run.replicate again"
+                )
+        return self._detached()
 
     def _detached(self) -> list[Tensor]:
         return [buffer.detach() for buffer in self._current()]
@@ -258,6 +436,22 @@ class Buffers:
 
     def _all_groups(self) -> list[_Group]:
         return [group for groups in self._groups.values() for group in groups]
+
+
+def _join(parts: Sequence[_Part], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    return [part.join(a, b) for part, a, b in zip(parts, left, right, strict=True)]
+
+
+def _differ(home: Home, start: Tensor) -> ModelError:
+    return ModelError(
+        f"lanes wrote different values to the buffer {home.path!r}"
+        f" ({start.dtype} {list(start.shape)}), which has no rule for its value after the step."
+        f' Choose one: run.replicate(model, buffers={{{home.path!r}: "sum"}}) adds up the lanes\''
+        ' changes, as of a counter; "mean" is for running statistics, "min" and "max" for ranges,'
+        ' "first" takes the value of the first lane. A value that needs the samples of all lanes,'
+        " such as a queue of embeddings, belongs in the body of the loop, after optimizer.step(),"
+        " or in the loss function of embed="
+    )
 
 
 @dataclass(frozen=True)

@@ -514,6 +514,27 @@ def check_same_call(calls: Sequence[int]) -> None:
         )
 
 
+def check_divisors(divisors: Sequence[tuple[int, float, float]]) -> None:
+    """Raise `LossError` if means of lanes, weighted by samples, are not over samples.
+
+    `divisors` are (lane, samples, divisor). A sequence of fixed length has as many labels in each
+    sample, so the mean over all labels has the same gradient. Class weights and labels that are
+    ignored have another.
+    """
+    for lane, samples, divisor in divisors:
+        first, first_samples, first_divisor = divisors[0]
+        if not math.isclose(divisor * first_samples, first_divisor * samples, rel_tol=1e-5):
+            raise LossError(
+                f"the cross-entropy of lane {first} is a mean over {first_divisor:.6g} for"
+                f" {first_samples} samples, and that of lane {lane} over {divisor:.6g} for"
+                f" {samples}, the sums of their class weights, or their labels that are not"
+                " ignored; weighted by samples, lanes do not give the mean of the global batch."
+                " Pass count= to run.backward, such as count=lambda batch:"
+                " weight[batch[1]].sum(), or (batch[1] != ignore_index).sum(); for a mean over"
+                " samples of each lane's mean, pass their number"
+            )
+
+
 def check_finite(losses: Iterable[tuple[int, int, float]], step: int) -> None:
     """Raise `NonFiniteLossError` for (lane, rank, loss) if the loss is infinite or NaN."""
     for lane, rank, loss in losses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,17 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.step.across_hosts import choose_exchange
+from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
-from samestep.step.guards import ModelGuard, OptimizerGuard, check_finite, check_same_call
+from samestep.step.guards import (
+    ModelGuard,
+    OptimizerGuard,
+    check_divisors,
+    check_finite,
+    check_same_call,
+)
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.scaling import scaled
@@ -99,11 +106,11 @@ class LaneEngine(LaneContext):
         self._last_overlap: tuple[Parameters, int, Overlap] | None = None
         self._calls = 0  # of `backward`, also those that failed
 
-    def add(self, module: Module) -> None:
-        """Register a replicated module for training."""
+    def add(self, module: Module, rules: Mapping[str, Rule] | None = None) -> None:
+        """Register a replicated module for training, with `rules` for its buffers."""
         self.models.add(module)
         self.replicas.add(module)
-        self.buffers.add(module)
+        self.buffers.add(module, rules)
         self.manual.watch(module)
 
     def close(self) -> None:
@@ -185,10 +192,11 @@ class LaneEngine(LaneContext):
             calls, reports, notes = zip(*receive(), strict=True)  # [workers] each, by rank
             check_same_call(calls)
             results = _results_of(reports)
+            check_divisors([entry for report in reports for entry in report["divisors"]])
             if self.config.nonfinite_loss != "continue":
                 losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
                 check_finite(losses, seed[0])
-        self._end_buffers(reports, results)
+            self._end_buffers(reports, results)
         scale = lane_pass.scale(results)
         if overlap.buckets:
             # Each worker adds up its slice along the tree. Workers gather the slices, unless a
@@ -254,7 +262,7 @@ class LaneEngine(LaneContext):
         return report
 
     def _end_buffers(self, reports: Sequence[Any], results: Sequence[LaneResult]) -> None:
-        """Take the mean over lanes of the buffers that any lane wrote."""
+        """Agree on the buffers that any lane wrote."""
         written = sorted({number for report in reports for number in report["buffers"]})
         self.buffers.learn(number for report in reports for number in report["late"])
         self.buffers.end_step(written, [result.lane for result in results])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from samestep.step.guards import (
 )
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
+from samestep.torch_internals import divisor_of
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
+DIVISOR: Final = "divisor of the mean"  # no user's metric has this name
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class LaneResult:
 
     lane: int
     rank: int
-    count: int
+    count: float
     metrics: dict[str, float]
 
 
@@ -130,7 +132,9 @@ class LanePass:
         self.data_seconds = self.batch.data_seconds - data_before
         self._begun: dict[int, Callable[[], Any]] = {}  # copies of lane batches, which these end
         self._copies = HostCopies()
-        self._results: list[tuple[int, int, dict[str, Tensor]]] = []  # with such copies
+        self._results: list[tuple[int, float, dict[str, Tensor]]] = []  # with such copies
+        # samples, and what the mean of a cross-entropy was divided by, with such copies
+        self._divisors: list[tuple[int, float, Tensor]] = []
         self.exchange_seconds = 0.0  # of `run`
         self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
         # what `overlap` gave: gradients of each subtree, by number of the parameter
@@ -181,10 +185,11 @@ class LanePass:
         """Return the factor from the sum of gradients to the gradient of the mean."""
         if self.context.lanes == 1:  # `_weight` was the whole factor
             return 1.0
-        return (self._total or 1) / max(1, sum(result.count for result in results))
+        # rounded once, so it has the same bits in any order; 1 if no lane has items
+        return (self._total or 1) / (math.fsum(result.count for result in results) or 1)
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
-        """Return JSON: lane results, parameters without a gradient, written buffers, late ones."""
+        """Return JSON: lane results, parameters without a gradient, buffers, divisors of means."""
         buffers = self.context.buffers
         buffers.end_lanes(self._copies.of)
         self._copies.wait()  # for all forward passes, but not for the last backward
@@ -202,6 +207,7 @@ class LanePass:
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written(),
             "late": buffers.late(),
+            "divisors": [(lane, count, divisor.item()) for lane, count, divisor in self._divisors],
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> Gradients:
@@ -231,7 +237,9 @@ class LanePass:
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.autocast(), no_reentrant_checkpoints():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
-            scalars = self._copied({"loss": loss.detach(), **metrics})
+            scalars = self._copied({"loss": loss.detach(), **metrics, **self._divisor(loss)})
+            if (divisor := scalars.pop(DIVISOR, None)) is not None:
+                self._divisors.append((lane, count, divisor))
             if context.lanes > 1:  # a single lane leaves in buffers what it wrote
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
             weights = [self._weight(loss, count)]  # of the loss's shape; None is 1
@@ -240,6 +248,13 @@ class LanePass:
                 context.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, scalars))
         return gradients
+
+    def _divisor(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return what a mean was divided by, where the weights of lanes are their samples."""
+        if self.loss.count is not None or self.loss.reduction == "sum" or self.context.lanes == 1:
+            return {}
+        divisor = divisor_of(loss)
+        return {} if divisor is None else {DIVISOR: divisor}
 
     def _moved(self, lane: int, replica: Replica) -> Any:
         """Return a lane's batch on its device, and begin to copy that of the next lane there."""
@@ -269,23 +284,29 @@ class LanePass:
         refuse_added_twice([gradients[n] for n in self._in_exchange], lane)
         return gradients
 
-    def _weight(self, loss: Tensor, count: int) -> Tensor | None:
+    def _weight(self, loss: Tensor, count: float) -> Tensor | None:
         """Return the factor of a lane's gradient before it is added; `scale` is the rest."""
         share = count if self.loss.reduction == "mean" else 1  # a mean stands for its items
         if self.context.lanes == 1:
-            return None if share == count else torch.full_like(loss, share / max(1, count))
+            return None if share == count else torch.full_like(loss, share / (count or 1))
         return torch.full_like(loss, share / (self._total or 1))
 
-    def _count_of(self, lane: int) -> int:
+    def _count_of(self, lane: int) -> float:
         """Count the items of a lane's batch where it was loaded: a GPU would have to be awaited."""
         batch = self._batches[lane]
         if self.loss.count is None:
             return self.batch.samples(lane, batch)
-        count = self.loss.count(batch)
-        if not math.isfinite(count) or int(count) != count or count < 0:
-            expected = "count must return a whole number of at least 0"
-            raise DataError(f"{expected}, got {count!r} for lane {lane}")
-        return int(count)
+        return counted(self.loss.count, batch, f"lane {lane}")
+
+
+def counted(count: Count, batch: Any, where: str) -> float:
+    """Return the number of items of a batch, or the sum of their weights."""
+    returned = count(batch)
+    number = float(returned)
+    if not 0 <= number < math.inf:  # nor NaN
+        expected = "count must return a finite number of at least 0"
+        raise DataError(f"{expected}, got {returned!r} for {where}")
+    return int(number) if number.is_integer() else number
 
 
 def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]:
