@@ -365,7 +365,9 @@ class Run(Collectives, Recording):
             LossError: The loss is not a scalar, or has no gradient; a mean needs `count`; `embed`
                 returns other values when it is called again.
             ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
-            NonFiniteLossError: The loss is NaN or infinite.
+            NonFiniteLossError: The loss is NaN or infinite. With `nonfinite_loss="skip"`, the call
+                leaves gradients and buffers as they were, and only 100 such steps in a row are an
+                error.
             WorldError: A worker caught an exception of an earlier call, which others wait for.
             ModelError: The module to update is not a `torch.nn.Module`.
 
@@ -400,6 +402,8 @@ class Run(Collectives, Recording):
         # The engine calls `progress.note` when it sends the losses: it has the signals until then.
         result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
         progress.receive(result.notes)  # of all workers, sent along with the losses
+        if result.skipped is not None:
+            progress.skip_update(result.skipped)
         return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
