@@ -65,7 +65,7 @@ def is_usable(config):
     assert config.precision in {"float32", "bfloat16", "float16"}
     assert config.exchange_dtype in {None, "bfloat16"}
     assert config.device in {"auto", "cpu", "cuda"}
-    assert config.nonfinite_loss in {"stop", "continue"}
+    assert config.nonfinite_loss in {"stop", "skip", "continue"}
     assert config.snapshot_steps is None or config.snapshot_steps >= 1
     assert config.snapshot_seconds is None or 60 <= config.snapshot_seconds < math.inf
 

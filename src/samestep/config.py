@@ -97,7 +97,8 @@ class Config:
         None, "module:function or http(s) URL to call on failure, NaN, stall and end of the run"
     )
     nonfinite_loss: str = option(
-        "stop", "what to do if a loss is NaN or infinite: stop or continue"
+        "stop",
+        "what to do if a loss is NaN or infinite: stop, skip the batch, or continue",
     )
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
@@ -131,7 +132,7 @@ class Config:
         if self.exchange_dtype not in {None, "bfloat16"}:
             raise _error("exchange_dtype", "bfloat16 or none", self.exchange_dtype, ["bfloat16"])
         self._check_choice("device", "auto", "cpu", "cuda")
-        self._check_choice("nonfinite_loss", "stop", "continue")
+        self._check_choice("nonfinite_loss", "stop", "skip", "continue")
         if self.seed >= 2**63:
             raise _error("seed", "at most 2**63 - 1", self.seed)
         self._check_devices()

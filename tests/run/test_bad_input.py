@@ -466,7 +466,7 @@ def test_invalid_option_is_named(options, words):
         (
             "SAMESTEP_NONFINITE_LOSS",
             "go",
-            "nonfinite_loss must be one of stop, continue, got 'go'",
+            "nonfinite_loss must be one of stop, skip, continue, got 'go'",
         ),
         ("RANK", "0", "RANK=0 is set and WORLD_SIZE"),
     ],

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from torch.utils.data import Dataset
 
 import samestep as ss
 from samestep.record import read_history
+from samestep.run import progress
+from tests.bits import bits
 from tests.faults import full_disk, kill_at
 from tests.jobs import STEPS, events, fit, image_job, left_by, snapshots, train
-from tests.workers import try_workers
+from tests.workers import run_workers, try_workers
 
 SOON_SECONDS = 60.0
 
@@ -343,3 +346,72 @@ def test_killed_loader_process_is_reported():
     assert isinstance(end.error, ss.errors.LoaderError)
     assert "a loader process died" in str(end.error)
     assert "use loader_workers=0" in str(end.error)
+
+
+def skipping_job(run, spoil):
+    """Train with BatchNorm; a loss is not finite in step 1. Return the states after each step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 1), nn.Linear(1, 1))
+    model, data = run.replicate(net), torch.randn(32, 64)
+
+    def loss_fn(model, batch):
+        loss = model(batch).square().mean()
+        return loss * spoil if run.step == 1 and batch[0, 0] == data[8, 0] else loss
+
+    sharded = run.shard(torch.optim.AdamW(model[2].parameters(), weight_decay=0.5))
+    plain = torch.optim.AdamW([*model[1].parameters(), *model[3].parameters()], weight_decay=0.5)
+    run.track(model=model, sharded=sharded, plain=plain)
+    states = []
+    for batch in run.batches(data, 8, epochs=1, shuffle=False):
+        means = run.backward(loss_fn, model, batch)
+        run.clip_grad_norm(model, 1.0)
+        for optimizer in (sharded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append([bits(tensor) for tensor in model.state_dict().values()])
+        run.log(means)
+    assert [before == after for before, after in pairwise(states)] == [True, False, False]
+    assert run.step == 4
+    return states
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_with_a_nonfinite_loss_is_skipped_on_all_workers(value, tmp_path):
+    def body(directory):
+        with ss.init(lanes=4, dir=directory, nonfinite_loss="skip") as run:
+            return skipping_job(run, value)
+
+    expected = body(None)
+    for workers in (2, 4):
+        directory = tmp_path / str(workers)
+        assert run_workers(partial(body, directory), workers) == [expected] * workers
+        (event,) = events(directory, "batch_skipped")
+        assert event["step"] == 1
+        assert event["reason"] == f"the loss is {value} at step 1 in lane 0 (worker 0)"
+
+
+def test_a_resumed_run_knows_what_was_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "MOST_SKIPPED", 3)
+
+    def job(run):
+        return fit_numbers(run, lambda model, numbers: model(numbers).mean() * math.inf)
+
+    options = {"nonfinite_loss": "skip", "snapshot_every": "1"}
+    (end,) = ends_of(1, job, tmp_path, **options, stop_after=2)
+    assert end.exitcode == 0
+    (end,) = ends_of(1, job, tmp_path, **options)
+    assert type(end.error) is ss.NonFiniteLossError
+    assert str(end.error).startswith("3 steps in a row were skipped, the last one because the loss")
+    assert [event["step"] for event in events(tmp_path, "batch_skipped")] == [0, 1, 2]
+
+
+def test_a_skipped_batch_leaves_earlier_gradients():
+    with ss.init(lanes=2, nonfinite_loss="skip") as run:
+        model = run.replicate(nn.Linear(1, 1))
+
+        def loss_fn(model, batch):
+            return model(batch).mean() * (math.nan if run.step else 1.0)
+
+        for batch in run.batches(torch.ones(4, 1), 2, epochs=1):
+            run.backward(loss_fn, model, batch)
+        assert [parameter.grad.item() for parameter in model.parameters()] == [1.0, 1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import ConfigError, DataError
+from samestep.errors import ConfigError, DataError, NonFiniteLossError
 from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, announce
@@ -24,6 +25,7 @@ from samestep.step.lane_engine import LaneEngine
 
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
+MOST_SKIPPED: Final = 100  # steps in a row
 # None if unknown
 PLANNED: Final = ("steps", "epochs", "steps_per_epoch", "samples", "batch_size", "ends_with_epoch")
 
@@ -89,6 +91,7 @@ class Progress:
         """`check_directory` is called in every step, `on_end` before the end is recorded."""
         self._check_directory = check_directory
         self.step = self.epoch = 0
+        self.skipped_steps: list[int] = []  # with a batch of which no gradient was used
         self.positions: dict[str, Position] = {}
         self.streams: dict[str, dict[int, LaneStream]] = {}
         # state by loop and lane, from which loops continue
@@ -112,7 +115,7 @@ class Progress:
         if resumed is not None:
             # The loops take their positions from here when the script creates them, by name.
             state = resumed.state["run"]
-            self.step = state["step"]
+            self.step, self.skipped_steps = state["step"], list(state.get("skipped_steps", []))
             self.status.set_step(self.step)
             self.epoch = state["epoch"]
             self.positions = {name: Position(**at) for name, at in state["positions"].items()}
@@ -287,6 +290,26 @@ class Progress:
             self._seconds, self._gpu_seconds = {}, dict
         self.status.set_activity(OUTSIDE if self._current is None else BODY)
 
+    def skip_update(self, reason: str) -> None:
+        """Note that a batch of this step was skipped: its position counts, but gives no gradient.
+
+        All workers call it, and the state of the run has it, so a resumed run knows of it as well.
+        Raises `NonFiniteLossError` if too many steps in a row were skipped.
+        """
+        if self.step in self.skipped_steps[-1:]:
+            return
+        self.skipped_steps.append(self.step)
+        self._record.event("batch_skipped", step=self.step, reason=reason)
+        if self.is_main:
+            announce(f"skipped a batch: {reason}", logging.WARNING)
+        first = self.step - MOST_SKIPPED + 1
+        if self.skipped_steps[-MOST_SKIPPED:] == list(range(first, self.step + 1)):
+            raise NonFiniteLossError(
+                f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
+                " parameters are not finite either, resume from an earlier snapshot with a lower"
+                " learning rate"
+            )
+
     def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the time of an optimizer's steps."""
         clock, started, begun = self._lanes.gpu_clock, 0.0, None
@@ -335,6 +358,7 @@ class Progress:
         """Return the run's state that is equal on all workers, and this worker's own state."""
         run = {
             "step": self.step,
+            "skipped_steps": list(self.skipped_steps),
             "epoch": self.epoch,
             "lanes": self._lanes.lanes,
             "positions": {name: asdict(position) for name, position in self.positions.items()},

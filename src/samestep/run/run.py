@@ -371,7 +371,9 @@ class Run(Collectives, Recording):
             LossError: The loss is not a scalar, or has no gradient; a mean needs `count`; `embed`
                 returns other values when it is called again.
             ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
-            NonFiniteLossError: The loss is NaN or infinite.
+            NonFiniteLossError: The loss is NaN or infinite. With `nonfinite_loss="skip"`, the call
+                leaves gradients and buffers as they were, and only 100 such steps in a row are an
+                error.
             WorldError: A worker caught an exception of an earlier call, which others wait for.
             ModelError: The module to update is not a `torch.nn.Module`.
 
@@ -408,6 +410,8 @@ class Run(Collectives, Recording):
             result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
         self._first_call = nullcontext()
         progress.receive(result.notes)  # of all workers, sent along with the losses
+        if result.skipped is not None:
+            progress.skip_update(result.skipped)
         return Means(result.results, reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

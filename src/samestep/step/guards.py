@@ -535,14 +535,22 @@ def check_divisors(divisors: Sequence[tuple[int, float, float]]) -> None:
             )
 
 
-def check_finite(losses: Iterable[tuple[int, int, float]], step: int) -> None:
-    """Raise `NonFiniteLossError` for (lane, rank, loss) if the loss is infinite or NaN."""
+def nonfinite_loss(
+    losses: Iterable[tuple[int, int, float]], step: int, *, skips: bool
+) -> str | None:
+    """Return which (lane, rank, loss) is infinite or NaN, None if all losses are finite.
+
+    Raises `NonFiniteLossError` instead, unless the run skips such batches.
+    """
     for lane, rank, loss in losses:
         if not math.isfinite(loss):
+            issue = f"the loss is {loss} at step {step} in lane {lane} (worker {rank})"
+            if skips:
+                return issue
             raise NonFiniteLossError(
-                f"the loss is {loss} at step {step} in lane {lane} (worker {rank}); lower the"
-                " learning rate, clip gradients, or set nonfinite_loss='continue'"
+                f"{issue}; lower the learning rate, clip gradients, or set nonfinite_loss='skip'"
             )
+    return None
 
 
 def is_out_of_memory(error: Exception) -> bool:

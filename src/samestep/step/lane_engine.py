@@ -25,8 +25,8 @@ from samestep.step.guards import (
     ModelGuard,
     OptimizerGuard,
     check_divisors,
-    check_finite,
     check_same_call,
+    nonfinite_loss,
 )
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
@@ -40,10 +40,14 @@ KEPT_CALLS: Final = 100
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of all lanes of a global batch, and the notes that the workers attached."""
+    """The results of all lanes of a global batch, and the notes that the workers attached.
+
+    `skipped` says why the batch has no gradient, if it was skipped.
+    """
 
     results: list[LaneResult]
     notes: list[Any]
+    skipped: str | None = None
 
 
 class GpuClock:
@@ -165,7 +169,7 @@ class LaneEngine(LaneContext):
 
         `seed` numbers this call in the run. `note` returns JSON that is sent to all workers; it is
         called when GPUs have completed the steps before. After an error, gradients and buffers are
-        as before.
+        as before. So they are if a loss is not finite and such batches are skipped.
         """
         self._calls += 1
         started = time.perf_counter()
@@ -193,17 +197,21 @@ class LaneEngine(LaneContext):
             check_same_call(calls)
             results = _results_of(reports)
             check_divisors([entry for report in reports for entry in report["divisors"]])
+            skipped = None
             if self.config.nonfinite_loss != "continue":
                 losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-                check_finite(losses, seed[0])
-            self._end_buffers(reports, results)
+                skips = self.config.nonfinite_loss == "skip"
+                skipped = nonfinite_loss(losses, seed[0], skips=skips)
+            self._end_buffers(reports, results, is_skipped=skipped is not None)
         scale = lane_pass.scale(results)
         if overlap.buckets:
             # Each worker adds up its slice along the tree. Workers gather the slices, unless a
             # sharded optimizer updates them first. A parameter that no lane used gets no gradient.
             missing = set.intersection(*(set(report["missing"]) for report in reports))
+            if skipped is not None:  # what was exchanged is not used
+                missing = set(range(len(parameters)))
             overlap.set_gradients(parameters, missing, scale)
-        else:
+        elif skipped is None:
             # a single worker: its only subtree is the whole tree
             _set_gradients(parameters, own_gradients[0], scale)
         if earlier:
@@ -212,7 +220,7 @@ class LaneEngine(LaneContext):
         self.exchange_seconds += time.perf_counter() - started
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
-        return StepResult(results, list(notes))
+        return StepResult(results, list(notes), skipped)
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
         """Return copies of the gradients to which this call adds, none if they are clear.
@@ -261,10 +269,15 @@ class LaneEngine(LaneContext):
         self.exchange_seconds += lane_pass.exchange_seconds
         return report
 
-    def _end_buffers(self, reports: Sequence[Any], results: Sequence[LaneResult]) -> None:
-        """Agree on the buffers that any lane wrote."""
+    def _end_buffers(
+        self, reports: Sequence[Any], results: Sequence[LaneResult], *, is_skipped: bool
+    ) -> None:
+        """Agree on the buffers that any lane wrote, or return to those before a skipped batch."""
         written = sorted({number for report in reports for number in report["buffers"]})
         self.buffers.learn(number for report in reports for number in report["late"])
+        if is_skipped:
+            self.buffers.restore()
+            return
         self.buffers.end_step(written, [result.lane for result in results])
 
     @contextmanager

@@ -429,5 +429,6 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "snapshot_rejected": (BAD, "rejected snapshot {path}: {reason}"),
     "loop": (INFO, _describe_loop),
     "sink": (INFO, _describe_sink),
+    "batch_skipped": (BAD, "skipped a batch: {reason}"),
     "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
 }
