@@ -7,26 +7,37 @@ import pickle
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property, partial
 from itertools import count
 from numbers import Number
 from opcode import opmap
-from typing import Any, Final, NamedTuple, TypeVar, overload
+from typing import Any, Final, Literal, NamedTuple, TypeVar, overload
+from weakref import ReferenceType, ref
 
 import torch
 
 from samestep.data.generators import ForeignGenerators
+from samestep.data.lane_loop import LaneLoop
 from samestep.data.plan import check_end
 from samestep.data.random_state import key, keyed
-from samestep.errors import DataError
+from samestep.errors import DataError, LossError
 
 UNPACK: Final = opmap["UNPACK_SEQUENCE"]
 NOT_ONE_BATCH: Final = (
     "it holds one lane batch for each lane of this worker; pass it to run.backward, which calls"
-    " loss_fn(model, lane_batch) for each of them, or use `for lane_batch in batch:`"
+    " loss_fn(model, lane_batch) for each of them, or use `for lane_batch in batch.lanes(model):`"
+    " to train and `for lane_batch in batch:` only to look at it"
 )
+NO_LANE: Final = (
+    "batch.backward(loss) belongs into the body of `for lane_batch in batch.lanes(model):`, once"
+    " for each lane; elsewhere it has no samples to stand for"
+)
+
+
+# of a batch, modules, count and reduction
+BeginLanes = Callable[..., Generator[Any, Any, Any]]
 
 
 class Incomplete(NamedTuple):
@@ -41,19 +52,94 @@ class Batch:
     """A step's global batch from `run.batches` or `run.streams`; iterates over lane batches.
 
     It yields the batches of this worker's lanes, in lane order, as returned by `collate_fn` or the
-    stream, without lanes that have no samples. It may be iterated more than once. `counts` holds
-    the planned number of samples of each lane of the run, None for streams. `is_exact` says whether
-    lane batches have that number; a `collate_fn` may have dropped some.
+    stream, without lanes that have no samples. It may be iterated more than once. `own_lanes` are
+    the numbers of this worker's lanes. `counts` holds the planned number of samples of each lane of
+    the run, None for streams. `is_exact` says whether lane batches have that number; a `collate_fn`
+    may have dropped some.
     """
 
     epoch: int
-    lanes: range
+    own_lanes: range
     counts: Sequence[int] | None
     source: Iterator[Any]
     is_exact: bool = True
     data_seconds: float = 0.0
     _loaded: list[tuple[int, Any]] = field(default_factory=list)
     _incomplete: dict[int, int] = field(default_factory=dict)
+    _begin: BeginLanes | None = None
+    _loop: ReferenceType[LaneLoop] | None = None  # weak, so that it ends with a `break`
+    _means: Any = None
+
+    def attach(self, begin: BeginLanes) -> Batch:
+        """Let `begin` compute the gradient of a loop over the lanes; return this batch."""
+        self._begin = begin
+        return self
+
+    def lanes(
+        self,
+        *modules: Any,
+        count: Callable[[Any], Any] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Iterator[Any]:
+        """Iterate over this worker's lanes, to compute their losses in the body of a loop.
+
+        Each lane batch is on the device of its lane, and random numbers are those of the lane. The
+        body calls `batch.backward(loss)` once for each. The loop ends when all workers have added
+        up their lanes; then `.grad` is the gradient of the mean over the global batch, and
+        `batch.means` has the means. It is the same as that of `run.backward` in every bit.
+
+        Args:
+            modules: Replicated modules that get gradients, the same ones on all workers; also on
+                one that has no samples of this batch, where the body does not run.
+            count: Returns the number of items in a lane batch, as in `run.backward`.
+            reduction: With "sum", losses and metrics are sums over the items of a lane.
+
+        Raises:
+            LossError: `batch.backward` was left out for a lane, or called twice.
+            ModelError: A module is not replicated.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, steps=1):
+            ...     for inputs, labels in batch.lanes(model):
+            ...         batch.backward(F.cross_entropy(model(inputs), labels))
+            >>> list(batch.means)
+            ['loss']
+        """
+        if self._begin is None:
+            raise DataError("batch.lanes needs a batch of a loop over run.batches or run.streams")
+        self._means = None
+        loop = LaneLoop(self._begin(self, modules, count, reduction), self._end_lanes)
+        self._loop = ref(loop)
+        return loop
+
+    def _end_lanes(self, means: Any) -> None:
+        self._means = means
+
+    def backward(self, loss: Any, /, **metrics: Any) -> None:
+        """Add the gradient of a lane's loss, in the body of a loop over `batch.lanes`.
+
+        Args:
+            loss: Scalar tensor with a gradient, the mean over the lane's items.
+            metrics: Scalars to average over all items, or a boolean or integer tensor [items].
+
+        Raises:
+            LossError: The loss is not a scalar or has no gradient; this is not the body of such a
+                loop; or the lane has got its loss before.
+        """
+        loop = None if self._loop is None else self._loop()
+        if loop is None:
+            raise LossError(NO_LANE)
+        loop.backward(loss, metrics)
+
+    @property
+    def means(self) -> Any:
+        """The `Means` of the last loop over `batch.lanes`. Raises `LossError` before its end."""
+        if self._means is None:
+            raise LossError(
+                "batch.means is there after the end of a loop `for lane_batch in"
+                " batch.lanes(model):`, because it has the means over the lanes of all workers"
+            )
+        return self._means
 
     def __iter__(self) -> Iterator[Any]:
         caller = sys._getframe(1)  # noqa: SLF001 (there is no public way)
@@ -68,7 +154,7 @@ class Batch:
 
     def lane_batches(self) -> Iterator[tuple[int, Any]]:
         """Yield (lane, lane batch); load those that are not loaded yet."""
-        with_samples = [lane for lane in self.lanes if self.counts is None or self.counts[lane]]
+        with_samples = [lane for lane in self.own_lanes if self.counts is None or self.counts[lane]]
         for number, lane in enumerate(with_samples):
             if number == len(self._loaded):
                 started = time.perf_counter()

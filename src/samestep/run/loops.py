@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Final, ParamSpec, TypeVar
 
-from samestep.data.batch import Batch, LaneStream, steps_left, stream_batches
+from samestep.data.batch import Batch, BeginLanes, LaneStream, steps_left, stream_batches
 from samestep.data.plan import Plan, check_end
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
@@ -73,9 +73,10 @@ class Loop:
 
     steps_per_epoch: int | None = None
 
-    def __init__(self, progress: Progress, name: str) -> None:
+    def __init__(self, progress: Progress, name: str, begin: BeginLanes) -> None:
+        """`begin` computes the gradient of a loop over the lanes of a batch."""
         progress.complete_left_step()
-        self._progress, self._name = progress, name
+        self._progress, self._name, self._begin = progress, name, begin
         # of the snapshot, after a resume
         self._position = progress.positions.setdefault(name, Position())
         self.step = self._position.done
@@ -89,7 +90,7 @@ class Loop:
             self._progress.begin_step(batch, self._complete)
             self.step = self._position.done + 1
             try:
-                yield batch
+                yield batch.attach(self._begin)
             except GeneratorExit:
                 self._progress.leave_step()  # counts if the body had made an update
                 raise
@@ -116,6 +117,7 @@ class PlannedLoop(Loop):
         self,
         progress: Progress,
         name: str,
+        begin: BeginLanes,
         plan: Plan,
         batches: Callable[[Callable[[], Iterator[tuple[int, int]]]], Iterator[Batch]],
         *,
@@ -124,7 +126,7 @@ class PlannedLoop(Loop):
     ) -> None:
         check_end("epochs", epochs)
         check_end("steps", steps)
-        super().__init__(progress, name)
+        super().__init__(progress, name, begin)
         self.steps_per_epoch = plan.steps_per_epoch
         self._batches, self._plan = batches, plan
         self._check_plan()
@@ -216,6 +218,7 @@ class StreamLoop(Loop):
         self,
         progress: Progress,
         name: str,
+        begin: BeginLanes,
         make_stream: Callable[[int], Any],
         lanes: range,
         seed: int,
@@ -228,7 +231,7 @@ class StreamLoop(Loop):
                 f" iterable, got {type(make_stream).__name__}; for a map-style data set use"
                 " run.batches"
             )
-        super().__init__(progress, name)
+        super().__init__(progress, name, begin)
         left = steps_left(steps, self._position.done)
         self.steps = None if left is None else self._position.done + left
         self._lanes = lanes

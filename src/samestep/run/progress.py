@@ -261,6 +261,11 @@ class Progress:
         # such as generator and discriminator: other random numbers
         return self.step, self._current.updates - 1
 
+    def take_back_call(self) -> None:
+        """Forget the last call, whose lanes were left before their end."""
+        if self._current is not None:
+            self._current.updates -= 1
+
     def note(self) -> dict[str, Any]:
         """Return the note that this worker sends with the losses of a step."""
         self._check_directory()

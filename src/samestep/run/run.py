@@ -17,6 +17,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.batch import Batch
+from samestep.data.lane_loop import LaneSteps, finished
 from samestep.data.loader import plan_batches, size_of
 from samestep.data.orders import Order, make_plan
 from samestep.data.plan import GroupBy
@@ -109,6 +110,7 @@ class Run(Collectives, Recording):
         self._world, self._record = session.world, session.record
         self._lanes, self._progress = session.lanes, session.progress
         self._sharded: set[torch.nn.Parameter] = set()
+        self._joined: dict[tuple[int, ...], torch.nn.ModuleList] = {}  # of `batch.lanes`, by ids
         # around the first `backward`, in which models are compiled
         self._first_call: AbstractContextManager[None] = nullcontext()
         if self.is_main:
@@ -303,7 +305,8 @@ class Run(Collectives, Recording):
             loader_workers=loader_workers,
             pin_memory=self.device.type == "cuda",
         )
-        return PlannedLoop(self._progress, name, plan, batches, epochs=epochs, steps=steps)
+        begin = self._begin_lanes
+        return PlannedLoop(self._progress, name, begin, plan, batches, epochs=epochs, steps=steps)
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
@@ -330,7 +333,8 @@ class Run(Collectives, Recording):
             [torch.Size([4]), torch.Size([4])]
         """
         lanes, seed = self._lanes.own, self.config.seed
-        return StreamLoop(self._progress, name, make_stream, lanes, seed, steps=steps)
+        begin = self._begin_lanes
+        return StreamLoop(self._progress, name, begin, make_stream, lanes, seed, steps=steps)
 
     def backward(
         self,
@@ -395,8 +399,7 @@ class Run(Collectives, Recording):
                 "backward must update a torch.nn.Module, "
                 f"got {type(update).__name__}; choose the module with update="
             )
-        if reduction not in {"mean", "sum"}:
-            raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        _check_reduction(reduction)
         if embed is not None and (count is not None or reduction != "mean"):
             raise ConfigError(
                 "embed cannot be used with count or reduction, because the loss is that of the "
@@ -404,15 +407,44 @@ class Run(Collectives, Recording):
             )
         if embed is not None and self.lanes == 1:
             loss_fn, embed = loss_of_one_lane(loss_fn, embed), None
-        loss, progress = LossSpec(loss_fn, model, count, reduction, embed), self._progress
-        # The engine calls `progress.note` when it sends the losses: it has the signals until then.
-        with self._first_call:
-            result = self._lanes.backward(loss, batch, update, progress.next_call(), progress.note)
+        loss = LossSpec(loss_fn, model, count, reduction, embed)
+        return finished(self._steps(loss, batch, update))
+
+    def _begin_lanes(
+        self,
+        batch: Batch,
+        modules: tuple[torch.nn.Module, ...],
+        count: Count | None,
+        reduction: Reduction,
+    ) -> LaneSteps[Means]:
+        """Return the computation of a gradient from losses of the body of a loop."""
+        for module in modules or [None]:
+            if not isinstance(module, torch.nn.Module):
+                raise ModelError(
+                    "batch.lanes needs the replicated modules that get gradients, as in"
+                    f" batch.lanes(model), got {type(module).__name__}"
+                )
+        _check_reduction(reduction)
+        update = modules[0]
+        if len(modules) > 1:
+            update = self._joined.setdefault(tuple(map(id, modules)), torch.nn.ModuleList(modules))
+        return self._steps(LossSpec(None, update, count, reduction), batch, update)
+
+    def _steps(self, loss: LossSpec, batch: Batch, update: torch.nn.Module) -> LaneSteps[Means]:
+        progress = self._progress
+        call, first_call = progress.next_call(), self._first_call
         self._first_call = nullcontext()
+        try:
+            # The engine calls `note` when it sends the losses: it has the signals until then.
+            with first_call:
+                result = yield from self._lanes.steps(loss, batch, update, call, progress.note)
+        except GeneratorExit:  # a loop over lanes was left
+            progress.take_back_call()
+            raise
         progress.receive(result.notes)  # of all workers, sent along with the losses
         if result.skipped is not None:
             progress.skip_update(result.skipped)
-        return Means(result.results, reduction)
+        return Means(result.results, loss.reduction)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`.
@@ -606,3 +638,8 @@ class Run(Collectives, Recording):
                 self._world.abandon()
         finally:
             self._session.close()
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in {"mean", "sum"}:
+        raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")

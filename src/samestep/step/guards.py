@@ -67,6 +67,7 @@ class ManualGradients:
         self._parameters: list[Tensor] = []  # watched
         self._manual: dict[int, Tensor] = {}  # parameters with such a gradient, by id
         self._in_lane = self._in_backward = False
+        self._was_left = False
         self._lane_called_backward = False  # the loss function did
         self._has_nested = False
         self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
@@ -137,12 +138,33 @@ class ManualGradients:
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
-        """Compute lanes in this block, after a call of `forget_cleared`."""
+        """Compute lanes in this block, after a call of `forget_cleared`.
+
+        A `GeneratorExit` means that user code left a loop over `batch.lanes`.
+        """
+        self.check_complete()
+        if self._in_lane:
+            raise LossError(
+                "a lane cannot begin another computation of a gradient: call run.backward, or write"
+                " a loop over batch.lanes, after the one that computes this lane"
+            )
         self._in_lane, self._lane_called_backward = True, False
         try:
             yield
+        except GeneratorExit:
+            self._was_left = True
+            raise
         finally:
             self._in_lane = False
+
+    def check_complete(self) -> None:
+        """Raise `LossError` if user code left a loop over lanes before its end."""
+        if self._was_left:
+            raise LossError(
+                "a loop over batch.lanes was left before its end, by break, return or an exception,"
+                " so there is no gradient of its batch, and other workers wait for this one; give"
+                " every lane its batch.backward(loss), and leave the loop over batches instead"
+            )
 
     @contextmanager
     def backward(self, parameters: Parameters, lane: int) -> Iterator[None]:
@@ -165,7 +187,8 @@ class ManualGradients:
                 raise LossError(
                     f"the loss function must return the loss, but in lane {lane} it called"
                     f" backward() itself and left a gradient of {name}: return the sum of the"
-                    " losses, or call run.backward once for each. For a gradient of something else,"
+                    " losses, or call run.backward once for each; in a loop over batch.lanes, call"
+                    " batch.backward(loss) instead. For a gradient of something else,"
                     " such as the inputs, use torch.autograd.grad"
                 )
         self._lane_called_backward = False
@@ -173,6 +196,7 @@ class ManualGradients:
 
     def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
         """Raise `OptimizerError` if the optimizer must not make a step now."""
+        self.check_complete()
         if not (self._manual or self._in_lane):
             return
         kind = type(optimizer).__name__

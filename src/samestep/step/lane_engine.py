@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
+from samestep.data.lane_loop import LaneSteps, finished
 from samestep.step.across_hosts import choose_exchange
 from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import ExchangeSpec, buckets
@@ -165,6 +166,17 @@ class LaneEngine(LaneContext):
         seed: tuple[int, ...],
         note: Callable[[], Any],
     ) -> StepResult:
+        """Do what `steps` does, for a loss that a function computes."""
+        return finished(self.steps(loss, batch, update, seed, note))
+
+    def steps(
+        self,
+        loss: LossSpec,
+        batch: Batch,
+        update: Module,
+        seed: tuple[int, ...],
+        note: Callable[[], Any],
+    ) -> LaneSteps[StepResult]:
         """Set `.grad` in `update` to the gradient of the mean loss over the global batch.
 
         `seed` numbers this call in the run. `note` returns JSON that is sent to all workers; it is
@@ -182,7 +194,8 @@ class LaneEngine(LaneContext):
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             begun = self.gpu_clock.mark()
             with self.manual.lanes():
-                own_gradients = lane_pass.run()  # [subtrees, parameters], each a tensor or None
+                # [subtrees, parameters], each a tensor or None
+                own_gradients = yield from lane_pass.run()
             computed = self.gpu_clock.mark()
             report = self._report(lane_pass, own_gradients, started)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, Final, Literal
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from samestep.comm.base import World
 from samestep.config import Config
 from samestep.data.batch import Batch
+from samestep.data.lane_loop import LaneBatch, LaneSteps, finished, in_turn
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError
 from samestep.step.buffers import Buffers
@@ -41,11 +41,12 @@ DIVISOR: Final = "divisor of the mean"  # no user's metric has this name
 class LossSpec:
     """The loss of a lane: a mean over its items, or a sum to divide by the items of all lanes.
 
-    `count` counts the items of a lane batch (default: its samples, as `samples_in` counts them).
-    With `embed`, it is the loss of what `embed` returns for all lanes.
+    Without `fn`, the body of a loop over `batch.lanes` computes it. `count` counts the items of a
+    lane batch (default: its samples, as `samples_in` counts them). With `embed`, it is the loss of
+    what `embed` returns for all lanes.
     """
 
-    fn: LossFn
+    fn: LossFn | None
     model: Any
     count: Count | None = None
     reduction: Reduction = "mean"
@@ -140,15 +141,14 @@ class LanePass:
         # what `overlap` gave: gradients of each subtree, by number of the parameter
         self._in_exchange: Mapping[int, Gradients] = {}
 
-    def run(self) -> list[Gradients]:
+    def run(self) -> LaneSteps[list[Gradients]]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
         replicas = self.context.replicas
         replicas.refresh()
         self.context.buffers.begin_step(self.parameters)
         sums = self._sums
         with generators_restored(), self.context.keep_casts():
-            for _ in zip_longest(*map(self._run_on, replicas.all)):
-                pass  # devices take turns, one lane each, so that all get work early
+            yield from in_turn(map(self._run_on, replicas.all))
         first = replicas.all[0].device
 
         def moved(span: Span) -> Gradients | None:
@@ -166,14 +166,18 @@ class LanePass:
                 gradients[n] = gradient
         return own_gradients  # [subtrees, parameters], each a tensor or None
 
-    def _run_on(self, replica: Replica) -> Iterator[None]:
-        """Compute the sums of one device's lanes; yield after each lane.
+    def _run_on(self, replica: Replica) -> LaneSteps[None]:
+        """Compute the sums of one device's lanes.
 
         The last lane of a single device stays apart, so that `overlap` may add it during backward.
         """
 
-        def gradients(span: Span) -> Gradients | None:
-            return self._run_lane(span[0], replica) if span[1] - span[0] == 1 else None
+        def gradients(span: Span) -> LaneSteps[Gradients | None]:
+            if span[1] - span[0] > 1:
+                return None
+            lane_gradients = yield from self._run_lane(span[0], replica)
+            yield None
+            return lane_gradients
 
         parts = [replica.lanes]
         if len(self.context.devices) == 1:  # with more, no lane is last: they take turns
@@ -210,15 +214,15 @@ class LanePass:
             "divisors": [(lane, count, divisor.item()) for lane, count, divisor in self._divisors],
         }
 
-    def _run_lane(self, lane: int, replica: Replica) -> Gradients:
+    def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         if lane not in self._batches:  # no samples
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
         device = f"{replica.device} on worker {self.context.world.rank}"
         samples, gradients = partial(self._samples, lane), partial(self._gradients, lane, replica)
         lanes, step = self.context.lanes, self.seed[0]
-        with explained_errors(lane, lanes, samples, device, step, again=gradients):
-            return gradients()
+        with explained_errors(lane, lanes, samples, device, step, lambda: finished(gradients())):
+            return (yield from gradients())
 
     def _samples(self, lane: int) -> int | None:
         """Return the number of samples of a lane, None if they cannot be counted."""
@@ -226,7 +230,7 @@ class LanePass:
             return self.batch.samples(lane, self._batches[lane])
         return None
 
-    def _gradients(self, lane: int, replica: Replica) -> Gradients:
+    def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         context = self.context
         count = self._count_of(lane)
         batch = self._moved(lane, replica)
@@ -236,7 +240,11 @@ class LanePass:
         with context.replicas.on(replica), context.observe((self.loss, self.seed)):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.autocast(), no_reentrant_checkpoints():
-                loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
+                if self.loss.fn is None:
+                    returned = yield LaneBatch(lane, batch)
+                else:
+                    returned = self.loss.fn(self.loss.model, batch)
+                loss, metrics = split_loss(returned, lane)
             scalars = self._copied({"loss": loss.detach(), **metrics, **self._divisor(loss)})
             if (divisor := scalars.pop(DIVISOR, None)) is not None:
                 self._divisors.append((lane, count, divisor))

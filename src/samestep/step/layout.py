@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -88,12 +88,13 @@ def tree_sum(
 
 
 def tree_steps(
-    span: Span, value_of: Callable[[Span], Value | None], add: Callable[[Value, Value], Value]
-) -> Generator[None, None, Value]:
-    """Add as `tree_sum` does, and yield after each known value so that sums can be interleaved."""
-    value = value_of(span)
+    span: Span,
+    value_of: Callable[[Span], Generator[Any, Any, Value | None]],
+    add: Callable[[Value, Value], Value],
+) -> Generator[Any, Any, Value]:
+    """Add as `tree_sum` does, and yield what `value_of` yields while it computes a value."""
+    value = yield from value_of(span)
     if value is not None:
-        yield
         return value
     left, right = halves(span)
     total = yield from tree_steps(left, value_of, add)

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from samestep.comm.base import World
+from samestep.data.lane_loop import LaneSteps, in_turn
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import INTEGERS
@@ -56,17 +57,16 @@ class WholeBatchPass(LanePass):
         self._differences: list[tuple[int, Tensor]] = []
         self._is_second = False
 
-    def run(self) -> list[Gradients]:
+    def run(self) -> LaneSteps[list[Gradients]]:
         context = self.context
         context.replicas.refresh()
         context.buffers.begin_step(self.parameters)
         with context.keep_casts():
             with generators_restored():
-                for _ in zip_longest(*map(self._embed_on, context.replicas.all)):
-                    pass  # devices take turns
+                yield from in_turn(map(self._embed_on, context.replicas.all))
             self._compute_loss()  # between the passes, on every worker
             self._is_second = True
-            return super().run()
+            return (yield from super().run())
 
     def scale(self, results: object) -> float:
         """Return 1: the loss is that of all items already."""
@@ -83,18 +83,18 @@ class WholeBatchPass(LanePass):
                 )
         return report
 
-    def _embed_on(self, replica: Replica) -> Iterator[None]:
+    def _embed_on(self, replica: Replica) -> LaneSteps[None]:
         for lane in replica.lanes:
-            self._run_lane(lane, replica)
-            yield
+            yield from self._run_lane(lane, replica)
+            yield None
 
-    def _run_lane(self, lane: int, replica: Replica) -> Gradients:
+    def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         if self._is_second and lane not in self._embeddings:  # without items
             roots = [] if lane or self._loss is None else [self._loss]
             return self._backward(lane, roots, [None] * len(roots), replica)
-        return super()._run_lane(lane, replica)
+        return (yield from super()._run_lane(lane, replica))
 
-    def _gradients(self, lane: int, replica: Replica) -> Gradients:
+    def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         context = self.context
         count, batch = self._count_of(lane), self._moved(lane, replica)
         gradients: Gradients = []
@@ -116,6 +116,7 @@ class WholeBatchPass(LanePass):
                     for embedding in embeddings
                 ]
             context.buffers.end_lane(lane, replica.number)
+        yield from ()  # a generator as in other passes, although no loop computes a loss
         return gradients
 
     def _continue(self, lane: int, embeddings: Sequence[Tensor], replica: Replica) -> Gradients:
@@ -175,7 +176,7 @@ class WholeBatchPass(LanePass):
                     # cloned, because a loss function may write to them, but not to leaves
                     copies = [tensor.clone() for tensor in gathered.tensors]
                     embeddings = joined(gathered.form, copies)
-                    returned = self.loss.fn(self.loss.model, embeddings)
+                    returned = cast(LossFn, self.loss.fn)(self.loss.model, embeddings)
                     loss, metrics = split_loss(returned, None)
                 input_gradients = (  # [items, ...] each, None if the loss does not use it
                     torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)

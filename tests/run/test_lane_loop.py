@@ -1,0 +1,269 @@
+"""A loop over the lanes of a batch computes the same bits as a loss function."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import samestep as ss
+from samestep.errors import LossError, ModelError, OptimizerError
+from tests.jobs import Net, fingerprint, images
+from tests.workers import run_workers
+
+
+def loss_fn(model, batch):
+    logits = model(batch[0])
+    return F.cross_entropy(logits, batch[1]), {"size": float(len(logits))}
+
+
+def words(batch):
+    return int((batch[1] > 2).sum())
+
+
+def counted_loss(model, batch):
+    logits, labels = model(batch[0]), batch[1]
+    kept = labels > 2
+    return F.cross_entropy(logits, labels, reduction="none")[kept].sum() / kept.sum().clamp(min=1)
+
+
+def summed_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def stream(lane):
+    generator = torch.Generator().manual_seed(lane)
+    while True:
+        yield torch.randn(3, 1, 8, 8, generator=generator), torch.tensor([1, 2, 3])
+
+
+# name: (loss function, options of run.backward and batch.lanes)
+LOSSES = {
+    "samples": (loss_fn, {}),
+    "count": (counted_loss, {"count": words}),
+    "sum": (summed_loss, {"reduction": "sum"}),
+}
+
+
+def gradient(run, batch, model, name, *, inline):
+    function, options = LOSSES[name]
+    if not inline:
+        return run.backward(function, model, batch, **options)
+    for lane_batch in batch.lanes(model, **options):
+        returned = function(model, lane_batch)
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        batch.backward(loss, **metrics)
+    return batch.means
+
+
+def trained(inline, options, source="batches", name="samples", size=40):
+    """Return a hash of all results of a training with dropout, BatchNorm and clipping."""
+    with ss.init(lanes=4, timeout=60, **options) as run:
+        torch.manual_seed(0)
+        model = run.replicate(Net())
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
+        run.track(model=model, optimizer=optimizer)
+        samples = images(size)
+        loops = {
+            "batches": lambda: run.batches(samples, 16, epochs=2, loader_workers=1),
+            "groups": lambda: run.batches(
+                samples, 8, steps=4, group_by=[n % 3 for n in range(size)]
+            ),
+            "streams": lambda: run.streams(stream, steps=3, name="s"),
+        }
+        results = []
+        for batch in loops[source]():
+            for _ in range(2):  # gradients add up
+                results += gradient(run, batch, model, name, inline=inline).values()
+            results.append(float(run.clip_grad_norm(model, 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return fingerprint([model.state_dict(), results, torch.rand(3), random.random()])
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "name"),
+    [
+        pytest.param({}, "batches", "samples", id="samples"),
+        pytest.param({"precision": "bfloat16"}, "groups", "samples", id="bfloat16 and groups"),
+        pytest.param({}, "batches", "count", id="count"),
+        pytest.param({"devices": 2}, "batches", "sum", id="sum and two devices"),
+        pytest.param({}, "streams", "samples", id="streams"),
+    ],
+)
+def test_a_loop_has_the_bits_of_a_loss_function(options, source, name):
+    torch.manual_seed(1)
+    expected = trained(False, options, source, name)
+    torch.manual_seed(1)
+    assert trained(True, options, source, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "environment"),
+    [
+        pytest.param(40, {}, id="one host"),
+        pytest.param(17, {}, id="a worker without samples"),
+        # gradients are exchanged during the backward pass of the last lane
+        pytest.param(40, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, id="three hosts"),
+    ],
+)
+def test_workers_have_the_bits_of_one(size, environment):
+    options = ({}, "batches", "samples", size)
+    expected = trained(False, *options)
+    workers = run_workers(trained, 3, True, *options, environment=environment)
+    assert workers == [expected] * 3
+
+
+def adversarial(inline):
+    """Return the losses and gradients of a generator and a discriminator that take turns."""
+    with ss.init(lanes=2) as run:
+        torch.manual_seed(0)
+        generator, judge = run.replicate(nn.Linear(4, 8)), run.replicate(nn.Linear(8, 1))
+        both = run.replicate(nn.ModuleList([generator, judge]))
+
+        def judged(_, noise):
+            return F.softplus(judge(generator(noise).detach())).mean()
+
+        def generated(_, noise):
+            return F.softplus(-judge(generator(noise))).mean()
+
+        losses = []
+        for batch in run.batches([torch.full((4,), float(n)) for n in range(8)], 4, steps=2):
+            for loss, modules in ((judged, [judge]), (generated, [generator, judge])):
+                if inline:
+                    for noise in batch.lanes(*modules):
+                        batch.backward(loss(None, noise))
+                    losses.append(batch.means["loss"])
+                else:
+                    update = judge if len(modules) == 1 else both
+                    losses.append(run.backward(loss, None, batch, update=update)["loss"])
+        return losses, [parameter.grad.tolist() for parameter in both.parameters()]
+
+
+def test_a_generator_and_a_discriminator_take_turns():
+    assert adversarial(inline=True) == adversarial(inline=False)
+
+
+@pytest.fixture
+def loop():
+    """Return (run, model, optimizer, a batch of 2 lanes) in a loop."""
+    with ss.init(lanes=2, precision="bfloat16") as run:
+        model = run.replicate(Net())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in run.batches(images(8), 8, steps=1):
+            yield run, model, optimizer, batch
+
+
+def no_loss(run, model, optimizer, batch):
+    for _ in batch.lanes(model):
+        pass
+
+
+def two_losses(run, model, optimizer, batch):
+    for lane_batch in batch.lanes(model):
+        loss, _ = loss_fn(model, lane_batch)
+        batch.backward(loss)
+        batch.backward(loss)
+
+
+def own_backward(run, model, optimizer, batch):
+    for lane_batch in batch.lanes(model):
+        loss_fn(model, lane_batch)[0].backward()
+
+
+def own_backward_and_ours(run, model, optimizer, batch):
+    for lane_batch in batch.lanes(model):
+        loss, _ = loss_fn(model, lane_batch)
+        loss.backward(retain_graph=True)
+        batch.backward(loss)
+
+
+def vector(run, model, optimizer, batch):
+    for inputs, _ in batch.lanes(model):
+        batch.backward(model(inputs))
+
+
+def nested(run, model, optimizer, batch):
+    for _ in batch.lanes(model):
+        run.backward(loss_fn, model, batch)
+
+
+def step_in_a_lane(run, model, optimizer, batch):
+    for _ in batch.lanes(model):
+        optimizer.step()
+
+
+def loss_outside(run, model, optimizer, batch):
+    batch.backward(sum(parameter.sum() for parameter in model.parameters()))
+
+
+def means_too_early(run, model, optimizer, batch):
+    return batch.means
+
+
+def without_modules(run, model, optimizer, batch):
+    batch.lanes()
+
+
+def with_a_function(run, model, optimizer, batch):
+    batch.lanes(loss_fn)
+
+
+def with_a_module_without_parameters(run, model, optimizer, batch):
+    next(batch.lanes(nn.Identity()))
+
+
+def with_an_unknown_reduction(run, model, optimizer, batch):
+    batch.lanes(model, reduction="max")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (no_loss, LossError, r"ended lane 0 without batch\.backward\(loss\)"),
+        (two_losses, LossError, "was called twice for a lane"),
+        (own_backward, LossError, r"instead of loss\.backward"),
+        (own_backward_and_ours, LossError, "left a gradient of 'features"),
+        (vector, LossError, "must return a scalar tensor"),
+        (nested, LossError, "cannot begin another computation"),
+        (step_in_a_lane, OptimizerError, "computes a lane"),
+        (loss_outside, LossError, r"belongs into the body of `for lane_batch in batch\.lanes"),
+        (means_too_early, LossError, r"batch\.means is there after the end"),
+        (without_modules, ModelError, "needs the replicated modules that get gradients"),
+        (with_a_function, ModelError, "got function"),
+        (with_a_module_without_parameters, ModelError, "no parameter that requires"),
+        (with_an_unknown_reduction, ss.ConfigError, "'mean' or 'sum', got 'max'"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing_behind(loop, mistake, error, message):
+    before = torch.get_rng_state(), random.getstate()
+    with pytest.raises(error, match=message):
+        mistake(*loop)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_rng_state().equal(before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("leaves", ["break", "exception"])
+def test_a_loop_that_is_left_restores_everything_and_is_an_error(loop, leaves):
+    run, model, optimizer, batch = loop
+    before = torch.get_rng_state(), random.getstate(), fingerprint(model.state_dict())
+    with suppress(ZeroDivisionError):
+        for inputs, _ in batch.lanes(model):
+            model(inputs)
+            assert torch.is_autocast_enabled("cpu")
+            if leaves == "break":
+                break
+            raise ZeroDivisionError
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.get_rng_state().equal(before[0])
+    assert random.getstate() == before[1]
+    assert fingerprint(model.state_dict()) == before[2]
+    with pytest.raises(LossError, match="was left before its end"):
+        optimizer.step()
+    with pytest.raises(LossError, match="was left before its end"):
+        run.backward(loss_fn, model, batch)
