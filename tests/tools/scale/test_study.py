@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,7 @@ from samestep.tools.scale import report
 from samestep.tools.scale.report import milliseconds, report_lines, table
 from samestep.tools.scale.study import REMEDIES, Machine, Study, find_bottleneck
 from samestep.tools.scale.timing import PARTS, Range, StepTiming
-from samestep.tools.scale.trials import MemoryModel, Workload
+from samestep.tools.scale.trials import Workload
 
 
 def _timing(compute, *, other=0.0, waiting=0.0):
@@ -20,9 +19,8 @@ def _timing(compute, *, other=0.0, waiting=0.0):
     return StepTiming(sum(parts.values()), parts, waiting)
 
 
-def _study(timings, *, lanes=4, batch_size=64, capacity=8, load=0.0, memory=None):
-    workload = Workload(lanes, 4_000_000, batch_size, "cpu", 1)
-    return Study(workload, timings, memory, Machine(capacity, load, 10**9))
+def _study(timings, *, lanes=4, batch_size=64, capacity=8, load=0.0):
+    return Study(Workload(lanes, batch_size, "cpu", 1), timings, Machine(capacity, load))
 
 
 def _text(study):
@@ -100,13 +98,6 @@ def test_slower_workers_and_a_single_worker_are_reported():
     assert "No forecast: it needs runs of at least two workers" in alone
 
 
-def test_workers_share_the_memory_for_the_largest_lane_batch():
-    study = _study({1: [_timing(8.0)], 2: [_timing(4.0)]})
-    assert "too noisy to estimate" in _text(study)
-    measured = replace(study, memory=MemoryModel(100e6, 1e6))
-    assert "about 400 samples with 2 workers in 1 GB" in _text(measured)
-
-
 def test_a_busy_machine_is_reported():
     study = _study({1: [_timing(8.0)]}, capacity=2, load=1.5)
     assert "This machine was busy (load 1.5)" in _text(study)
@@ -133,7 +124,6 @@ def test_lines_fit_100_columns(monkeypatch):
         lanes=64,
         batch_size=1_000_000,
         load=9.0,
-        memory=MemoryModel(100e6, 1.0),
     )
     assert max(map(len, report_lines(study))) <= 100
     monkeypatch.setattr(report, "WIDTH", 1000)  # tables fit without being wrapped

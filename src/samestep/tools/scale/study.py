@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from samestep.tools.scale.timing import PARTS, Forecast, Range, StepTiming, fit_forecast
-from samestep.tools.scale.trials import MemoryModel, Workload
+from samestep.tools.scale.trials import Workload
 
 Parts = Mapping[str, float]  # seconds by the name of a part of a step
 
@@ -61,13 +61,11 @@ def find_bottleneck(
 class Machine:
     """A machine with a core or GPU for each of `capacity` workers.
 
-    `load` is the number of running processes before the trials, and `available_bytes` the memory
-    that workers may share.
+    `load` is the number of running processes before the trials.
     """
 
     capacity: int
     load: float
-    available_bytes: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Study:
 
     workload: Workload
     timings: Mapping[int, Sequence[StepTiming]]
-    memory: MemoryModel | None
     machine: Machine
 
     @property
@@ -164,5 +161,4 @@ class Study:
                 "step": asdict(check[1]),
                 "measured": asdict(self.step(check[0])),
             },
-            "memory": self.memory and asdict(self.memory),
         }
