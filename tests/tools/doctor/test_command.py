@@ -39,7 +39,7 @@ def test_this_machine_is_examined_and_a_lowered_limit_is_found(tmp_path):
     (limit,) = [finding for finding in findings if "may open 256 files" in finding.text]
     assert limit.severity == "problem"
     assert not any("could not start or connect" in finding.text for finding in findings)
-    assert any(f"can be written to {tmp_path / 'run'}" in finding.text for finding in findings)
+    assert any(f"{tmp_path} can be written" == finding.text for finding in findings)
     assert not list(tmp_path.iterdir())
 
 

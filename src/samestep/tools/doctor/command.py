@@ -17,7 +17,6 @@ from samestep.tools.doctor.cluster import (
     check_directory,
     check_interfaces,
     check_launcher,
-    nearest_existing,
 )
 from samestep.tools.doctor.measurements import check_measurements, measure
 from samestep.tools.doctor.resources import (
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 if no problem was found, 1 otherwise."
     directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
     parser.add_argument("--dir", type=Path, help=directory)
-    parser.add_argument("--quick", action="store_true", help="measure no workers and no disk")
+    parser.add_argument("--quick", action="store_true", help="start no workers")
     verbose = "also print the checks that passed"
     parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -61,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     system = System()
     directory = options.dir or Path(system.environment.get(f"{PREFIX}DIR", ""))
     has_gpus = bool(find_gpus(system))
-    torch, failure = measure(nearest_existing(directory), quick=options.quick, gpus=has_gpus)
+    torch, failure = measure(quick=options.quick, gpus=has_gpus)
     workers = options.workers or default_workers(system)
     findings = examine(Case(system, directory.absolute(), workers, torch, failure))
     is_healthy = not any(finding.severity == "problem" for finding in findings)

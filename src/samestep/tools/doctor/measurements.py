@@ -7,22 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 from samestep.config import PREFIX
-from samestep.tools import format_bytes
-from samestep.tools.doctor.system import Case, Finding, good, note, problem
+from samestep.tools.doctor.system import Case, Finding, note, problem
 
 PROBE_SECONDS: Final = 60.0  # for all measurements, which usually take a tenth of it
 STOP_SECONDS: Final = 5.0
-SLOW_WRITE: Final = 100e6  # bytes per second: a snapshot of 1 GB takes over ten seconds
 SLOW_IMPORT_SECONDS: Final = 15.0
 
 
-def measure(directory: Path, *, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
+def measure(*, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
     """Return the report of the probe process, and the reason if there is none."""
-    command = [sys.executable, "-m", "samestep.tools.doctor.probe", str(directory)]
+    command = [sys.executable, "-m", "samestep.tools.doctor.probe"]
     command += ["--quick"] * quick + ["--gpus"] * gpus
     # another check reports wrong variables
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
@@ -57,25 +54,13 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def check_measurements(case: Case) -> Iterator[Finding]:
-    """Report two workers that cannot communicate, and slow disks.
-
-    Slow measurements are only notes, because this machine may be busy.
-    """
+    """Report two workers that cannot communicate, and a slow import of torch."""
     report = case.torch
     if "workers_error" in report:
         yield problem(
             f"two workers of this host could not start or connect: {report['workers_error']}.",
             "fix the problems above first; then samestep run -n 2 with any script shows more",
         )
-    if rate := report.get("write_bytes_per_second"):
-        speed = f"{format_bytes(rate)} per second can be written to {case.directory}"
-        if rate < SLOW_WRITE:
-            duration = f"a snapshot of 1 GB takes {1e9 / rate:.0f} s, while training continues."
-            yield note(
-                f"{speed}: {duration}", "--dir on a local disk, with --remote for a second copy"
-            )
-        else:
-            yield good(speed)
     if (seconds := report.get("import_seconds", 0)) > SLOW_IMPORT_SECONDS:
         yield note(
             f"importing torch took {seconds:.0f} s, and every start of a run waits for "
