@@ -56,7 +56,6 @@ def test_more_workers_are_forecast_up_to_the_lanes():
     study = _study({1: [_timing(12.0, other=1.0)], 2: [_timing(6.0, other=1.0)]}, lanes=12)
     assert study.forecast_workers() == [4, 8, 12]
     assert study.forecast.step(12) == Range.of([2.0])
-    assert study.check() is None
     text = _text(study)
     assert "1000 (1000 to 1000) x lanes per worker, for data and compute, + 1000" in text
     assert re.search(r"^ +4 +4000 \(4000 to 4000\) +3.25 +81%$", text, re.MULTILINE)
@@ -69,20 +68,11 @@ def test_no_forecast_beyond_one_lane_per_worker():
     assert "a step takes 1000 (1000 to 1000) ms with any number of workers" in _sentences(study)
 
 
-@pytest.mark.parametrize(("compute", "verdict"), [(2.0, "within the range"), (3.5, "50% off")])
-def test_fewer_workers_check_the_forecast_of_the_most(compute, verdict):
-    computing = {1: 9.0, 2: 4.0, 4: compute}
-    study = _study({workers: [_timing(c, other=1.0)] for workers, c in computing.items()})
-    assert study.check() == (4, Range.of([3.0]))
-    assert verdict in _sentences(study)
-
-
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_oversubscribed_workers_are_reported_and_excluded_from_the_forecast(capacity):
     timings = {1: [_timing(8.0)], 2: [_timing(4.0)], 4: [_timing(50.0)]}
     study = _study(timings, capacity=capacity)
     assert list(study.within_capacity) == [1, 2][:capacity]
-    assert study.check() is None
     text = _text(study)
     assert f"with {'2, 4' if capacity == 1 else '4'} workers, which share cores" in text
     assert ("No forecast" in text) is (study.forecast is None) is (capacity == 1)
@@ -110,7 +100,6 @@ def test_the_study_is_json():
     assert results["limit"]["part"] == "waiting"
     assert results["forecast"]["constant"] == {"lowest": 1.0, "middle": 1.0, "highest": 1.0}
     assert results["forecast"]["steps"] == {"4": {"lowest": 3.0, "middle": 3.0, "highest": 3.0}}
-    assert results["check"] is None
     assert _study({1: [_timing(8.0)]}).to_json()["forecast"] is None
 
 

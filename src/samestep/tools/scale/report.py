@@ -93,15 +93,6 @@ def _forecast(study: Study) -> Iterator[str]:
         rows.append([str(workers), _time_range(step), _factor(speedup), efficiency])
     if len(rows) > 1:
         yield from table(rows)
-    if check := study.check():
-        workers, expected = check
-        measured = study.step(workers)
-        error = f"{abs(measured.middle / expected.middle - 1):.0%} off the middle"
-        verdict = "within the range" if measured.middle in expected else error
-        yield (
-            f"Check: fewer workers forecast {_time_range(expected)} ms for {workers} workers; "
-            f"measured {_time_range(measured)}, {verdict}."
-        )
     yield (
         f"More than {counted(lanes, 'worker')} need more lanes (--lanes). With larger global "
         "batches, lanes of this size, and one lane per worker, a step takes "

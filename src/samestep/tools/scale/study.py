@@ -134,16 +134,9 @@ class Study:
             counts.append(workers)
         return counts
 
-    def check(self) -> tuple[int, Range] | None:
-        """Return the most workers, and their step as forecast from fewer; None if unknown."""
-        most_workers = max(self.within_capacity)
-        fewer = {n: runs for n, runs in self.within_capacity.items() if n < most_workers}
-        forecast = fit_forecast(fewer, self.workload.lanes) if fewer else None
-        return (most_workers, forecast.step(most_workers)) if forecast else None
-
     def to_json(self) -> dict[str, Any]:
         """Return all measurements and results as JSON values."""
-        bottleneck, forecast, check = self.bottleneck(), self.forecast, self.check()
+        bottleneck, forecast = self.bottleneck(), self.forecast
         return {
             "job": asdict(self.workload),
             "measured": {n: [*map(asdict, runs)] for n, runs in self.timings.items()},
@@ -154,11 +147,5 @@ class Study:
                 "per_lane": asdict(forecast.per_lane),
                 "constant": asdict(forecast.constant),
                 "steps": {n: asdict(forecast.step(n)) for n in self.forecast_workers()},
-            },
-            "check": check
-            and {
-                "workers": check[0],
-                "step": asdict(check[1]),
-                "measured": asdict(self.step(check[0])),
             },
         }

@@ -31,9 +31,6 @@ class Range:
         ordered = sorted(values)
         return cls(ordered[0], median(ordered), ordered[-1])
 
-    def __contains__(self, value: float) -> bool:
-        return self.lowest <= value <= self.highest
-
 
 @dataclass(frozen=True)
 class StepTiming:
