@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.storage import make_directory, make_folder, write_atomically
+from samestep.storage import make_folder, sync, write_atomically
 
 FOLDER: Final = "images"
 MODES: Final = {(): "L", (1,): "L", (3,): "RGB"}
@@ -70,7 +70,7 @@ def write_picture(directory: Path, picture: Picture) -> int:
     Image.frombytes(picture.mode, size, picture.data).save(png, format="png")
     try:
         make_folder(file.parent)
-        make_directory(file.parent)  # its name, too, survives a power loss
+        sync(directory)  # the folder's name, too, survives a power loss
         write_atomically(file, png.getvalue())
     except OSError as error:
         raise RecordError(f"{file} cannot be written: {error.strerror}") from error
