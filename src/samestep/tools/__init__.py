@@ -14,6 +14,7 @@ from threading import current_thread, main_thread
 from typing import Any, Final
 
 from samestep.errors import RecordError
+from samestep.host import SIGNALED
 from samestep.record import read_events
 
 OUTPUT: Final = "output.txt"
@@ -66,7 +67,7 @@ def _sigterm_as_exit() -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(SIGNALED + number))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from samestep.tools.scale import report
 from samestep.tools.scale.report import milliseconds, report_lines, table
-from samestep.tools.scale.study import REMEDIES, Machine, Study, find_bottleneck
+from samestep.tools.scale.study import REMEDIES, Study, find_bottleneck
 from samestep.tools.scale.timing import PARTS, Range, StepTiming
 from samestep.tools.scale.trials import Workload
 
@@ -20,7 +20,7 @@ def _timing(compute, *, other=0.0, waiting=0.0):
 
 
 def _study(timings, *, lanes=4, batch_size=64, capacity=8, load=0.0):
-    return Study(Workload(lanes, batch_size, "cpu", 1), timings, Machine(capacity, load))
+    return Study(Workload(lanes, batch_size, "cpu", 1), timings, capacity, load)
 
 
 def _text(study):

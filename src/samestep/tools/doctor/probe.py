@@ -53,7 +53,7 @@ def describe_torch() -> dict[str, Any]:
 def connect_workers() -> None:
     """Let two workers exchange tensors through shared memory. Raises `LaunchError`."""
     options = {"device": "cpu", "max_restarts": 0, "timeout": TIMEOUT_SECONDS}
-    start(_all_to_all, WORKERS, options, preloads=False)  # these workers do not train
+    start(_all_to_all, WORKERS, options)
 
 
 def _all_to_all() -> None:

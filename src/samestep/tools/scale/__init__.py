@@ -70,7 +70,7 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
 
 
 def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
-    from samestep.tools.scale.study import Machine, Study
+    from samestep.tools.scale.study import Study
     from samestep.tools.scale.trials import TrialRunner
 
     load = os.getloadavg()[0]
@@ -79,7 +79,7 @@ def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
     rounds = [[runner.run(workers) for workers in reversed(sizes)] for _ in range(options.repeats)]
     timings = dict(zip(reversed(sizes), zip(*rounds, strict=True), strict=True))
     capacity = _capacity(runner.workload.device, runner.workload.threads)
-    return Study(runner.workload, timings, Machine(capacity, load))
+    return Study(runner.workload, timings, capacity, load)
 
 
 def _capacity(device: str, threads: int) -> int:

@@ -24,7 +24,7 @@ def report_lines(study: Study) -> Iterator[str]:
 
 
 def _measurements(study: Study) -> Iterator[str]:
-    workload, machine = study.workload, study.machine
+    workload, capacity = study.workload, study.capacity
     batch = "" if workload.batch_size is None else f", batches of {workload.batch_size}"
     yield f"{counted(workload.lanes, 'lane')}{batch}, on {workload.device}"
     runs = counted(max(map(len, study.timings.values())), "interleaved run")
@@ -39,12 +39,12 @@ def _measurements(study: Study) -> Iterator[str]:
     yield from table(rows)
     yield "The parts of a step:"
     yield from table(parts)
-    if machine.load > BUSY * machine.capacity:
-        yield f"This machine was busy (load {machine.load:.1f}): measure again when it is idle."
-    if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
+    if study.load > BUSY * capacity:
+        yield f"This machine was busy (load {study.load:.1f}): measure again when it is idle."
+    if oversubscribed := [str(n) for n in study.timings if n > capacity]:
         counts = ", ".join(oversubscribed)
         yield (
-            f"This machine has capacity for {counted(machine.capacity, 'worker')}. Measurements "
+            f"This machine has capacity for {counted(capacity, 'worker')}. Measurements "
             f"with {counts} workers, which share cores or GPUs, are excluded from the forecast."
         )
 

@@ -58,26 +58,17 @@ def find_bottleneck(
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine with a core or GPU for each of `capacity` workers.
-
-    `load` is the number of running processes before the trials.
-    """
-
-    capacity: int
-    load: float
-
-
-@dataclass(frozen=True)
 class Study:
     """The timings of a workload at several worker counts, and the results that follow from them.
 
-    `part`, `step` and `waiting` are measured seconds.
+    The machine has a core or GPU for each of `capacity` workers; `load` is the number of running
+    processes before the trials. `part`, `step` and `waiting` are measured seconds.
     """
 
     workload: Workload
     timings: Mapping[int, Sequence[StepTiming]]
-    machine: Machine
+    capacity: int
+    load: float
 
     @property
     def fewest_workers(self) -> int:
@@ -90,7 +81,7 @@ class Study:
     @cached_property
     def within_capacity(self) -> dict[int, Sequence[StepTiming]]:
         """The timings of workers that do not share cores or GPUs, or else of the fewest workers."""
-        within = {n: runs for n, runs in self.timings.items() if n <= self.machine.capacity}
+        within = {n: runs for n, runs in self.timings.items() if n <= self.capacity}
         return within or {self.fewest_workers: self.timings[self.fewest_workers]}
 
     def part(self, workers: int, name: str) -> Range:
