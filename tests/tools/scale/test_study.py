@@ -10,8 +10,7 @@ import pytest
 from samestep.tools.scale import report
 from samestep.tools.scale.report import milliseconds, report_lines, table
 from samestep.tools.scale.study import REMEDIES, Study, find_bottleneck
-from samestep.tools.scale.timing import PARTS, Range, StepTiming
-from samestep.tools.scale.trials import Workload
+from samestep.tools.scale.timing import PARTS, Range, StepTiming, Workload
 
 
 def _timing(compute, *, other=0.0, waiting=0.0):

@@ -18,7 +18,7 @@ from samestep.tools.doctor.cluster import (
     check_interfaces,
     check_launcher,
 )
-from samestep.tools.doctor.measurements import check_measurements, measure
+from samestep.tools.doctor.probe import check_measurements, measure
 from samestep.tools.doctor.resources import (
     check_locked_memory,
     check_memory,

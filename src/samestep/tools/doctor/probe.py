@@ -9,18 +9,62 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
 from samestep.cluster import find_process
-from samestep.config import merge
+from samestep.config import PREFIX, merge
 from samestep.errors import SamestepError
 from samestep.host import no_garbage_collection
 from samestep.launch.local import count_gpus, start
+from samestep.tools.doctor.system import Case, Finding, note, problem
 
 WORKERS: Final = 2
 TIMEOUT_SECONDS: Final = 20.0
+PROBE_SECONDS: Final = 60.0  # for all measurements, which usually take a tenth of it
+SLOW_IMPORT_SECONDS: Final = 15.0
+
+
+def measure(*, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
+    """Return the report of the process, and the reason if there is none."""
+    command = [sys.executable, "-m", "samestep.tools.doctor.probe"]
+    command += ["--quick"] * quick + ["--gpus"] * gpus
+    # another check reports wrong variables
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    try:
+        options: dict[str, Any] = {"env": environment, "timeout": PROBE_SECONDS}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        # libraries may have printed something before the report
+        report: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        return {}, f"no result within {PROBE_SECONDS:g} s"
+    except OSError as error:
+        return {}, f"a process could not be started ({error})"
+    except ValueError:
+        last = done.stderr.strip().rpartition("\n")[2]
+        status = f"a process that imports torch exited with status {done.returncode}"
+        return {}, f"{status}: {last}" if last else status
+    return report, ""
+
+
+def check_measurements(case: Case) -> Iterator[Finding]:
+    """Report two workers that cannot communicate, and a slow import of torch."""
+    report = case.torch
+    if "workers_error" in report:
+        yield problem(
+            f"two workers of this host could not start or connect: {report['workers_error']}.",
+            "fix the problems above first; then samestep run -n 2 with any script shows more",
+        )
+    if (seconds := report.get("import_seconds", 0)) > SLOW_IMPORT_SECONDS:
+        yield note(
+            f"importing torch took {seconds:.0f} s, and every start of a run waits for "
+            "it: Python's packages are on a slow file system.",
+            "a virtual environment or a container image on a local disk",
+        )
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
 
 def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
     from samestep.tools.scale.study import Study
-    from samestep.tools.scale.trials import TrialRunner
+    from samestep.tools.scale.timing import TrialRunner
 
     load = os.getloadavg()[0]
     runner = TrialRunner([options.script, *options.arguments], options.steps, options.lanes)
