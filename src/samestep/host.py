@@ -28,6 +28,7 @@ from samestep.errors import ConfigError
 RED: Final = 31
 YELLOW: Final = 33
 GREEN: Final = 32
+SIGNALED: Final = 128  # plus its number: the exit status of a process that a signal ended
 
 Read = Callable[[str], str | None]
 

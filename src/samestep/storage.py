@@ -271,21 +271,11 @@ class Storage:
 
     def send(self, source: Path, path: str) -> None:
         """Upload a local file, replacing an existing one."""
-
-        def send(files: Any, target: str) -> None:
-            with _durable(files, target) as destination:
-                files.put_file(str(source), destination)
-
-        self._try("write", path, send)
+        self._store(path, lambda files, to: files.put_file(str(source), to))
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, replacing an existing one."""
-
-        def write(files: Any, target: str) -> None:
-            with _durable(files, target) as destination:
-                files.pipe_file(destination, data)
-
-        self._try("write", path, write)
+        self._store(path, lambda files, to: files.pipe_file(to, data))
 
     def create(self, path: str, data: bytes) -> None:
         """Write a small file that does not exist yet.
@@ -296,12 +286,7 @@ class Storage:
 
     def copy(self, path: str, to: str) -> None:
         """Copy a file within the storage."""
-
-        def copy(files: Any, target: str) -> None:
-            with _durable(files, f"{self._root[1]}/{to}") as destination:
-                files.cp_file(target, destination)
-
-        self._try("copy", path, copy)
+        self._store(to, lambda files, target: files.cp_file(f"{self._root[1]}/{path}", target))
 
     def remove(self, path: str, *, folder: bool = False) -> None:
         """Remove a file, or a folder with all its content; it may be missing."""
@@ -311,6 +296,13 @@ class Storage:
                 files.rm(target, recursive=folder)
 
         self._try("remove", path, remove)
+
+    def _store(self, path: str, put: Callable[[Any, str], object]) -> None:
+        def store(files: Any, target: str) -> None:
+            with _durable(files, target) as destination:
+                put(files, destination)
+
+        self._try("write", path, store)
 
     def _try(self, verb: str, path: str, request: Callable[[Any, str], T]) -> T:
         delays = self._retries.delays()

@@ -84,7 +84,7 @@ def test_export_of_another_object(directory, tmp_path):
 @pytest.mark.parametrize("name", ["new/", "empty"])
 def test_export_to_a_directory_in_shards(directory, tmp_path, name):
     (tmp_path / "empty").mkdir()
-    assert run("export", directory, f"{tmp_path}/{name}", "--shard-size", "2kb") == 0
+    assert run("export", directory, f"{tmp_path}/{name}") == 0
     # one tensor of 2400 bytes: one file, and no index
     assert [path.name for path in (tmp_path / name).iterdir()] == ["model.safetensors"]
     with pytest.raises(SnapshotError, match="is not empty; choose a new one"):
@@ -94,20 +94,6 @@ def test_export_to_a_directory_in_shards(directory, tmp_path, name):
 def test_export_for_torch_distributed_checkpoint(directory, tmp_path):
     assert run("export", directory, tmp_path / "dcp", "--format", "dcp") == 0
     assert (tmp_path / "dcp" / ".metadata").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("12", 12), ("3 kb", 3000), ("2M", 2 * 10**6)]
-)
-def test_sizes(text, size):
-    assert snapshots._size(text) == size
-
-
-@pytest.mark.parametrize("text", ["0", "-1GB", "GB", "1.5GB", "5GiB"])
-def test_wrong_sizes(directory, tmp_path, capsys, text):
-    with pytest.raises(SystemExit):
-        run("export", directory, f"{tmp_path}/new/", f"--shard-size={text}")
-    assert f"expected a size such as 5GB, got '{text}'" in capsys.readouterr().err
 
 
 def test_a_directory_without_snapshots(tmp_path, capsys):
@@ -123,9 +109,6 @@ def test_wrong_use(directory, tmp_path):
         run("list", tmp_path / "none")
     with pytest.raises(ConfigError, match="export requires a file or directory to write"):
         run("export", directory)
-    for words in (["x.safetensors"], ["x/", "--format", "dcp"]):
-        with pytest.raises(ConfigError, match="--shard-size is for directories"):
-            run("export", directory, *words, "--shard-size", "1GB")
     with pytest.raises(ConfigError, match="list takes no output file"):
         run("list", directory, tmp_path / "x")
 

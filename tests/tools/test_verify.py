@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import samestep as ss
 from samestep.cli import main
+from samestep.errors import RecordError
+from samestep.tools.trace import read_traces
 from tests.python import start_python
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
@@ -129,3 +132,10 @@ def test_a_signal_ends_the_script_as_well(number, tmp_path):
     # the launcher ends its workers before it exits
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+def test_a_run_without_a_snapshot_must_track_its_model(tmp_path):
+    with ss.init(dir=tmp_path):
+        pass
+    with pytest.raises(RecordError, match=r"wrote no snapshot; it must track .* \(run.track\)"):
+        read_traces(tmp_path)

@@ -112,8 +112,6 @@ def test_a_run(server):
             "epoch",
             "lanes",
             "attempts",
-            "torch",
-            "devices",
             "progress",
         ),
         *(

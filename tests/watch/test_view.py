@@ -330,7 +330,7 @@ def test_configuration_sinks_and_dropped_images(tmp_path):
     assert run["config"] == {"lanes": 8, "timeout": "inf"}
     assert run["sinks"] == [{"name": "wandb", "behind_bytes": 0, "dropped": 0, "error": "no disk"}]
     assert run["dropped_images"] == 5
-    assert (run["attempts"], run["torch"], run["devices"]) == (1, "2.13.0", ["cpu"])
+    assert run["attempts"] == 1
 
 
 def test_images_by_name(tmp_path):

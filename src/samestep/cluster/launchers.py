@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -259,8 +258,8 @@ TASK: Final = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_N
 STEP: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 TASKS_PER_NODE: Final = "SLURM_STEP_TASKS_PER_NODE"
 NODES: Final = "SLURM_STEP_NODELIST"
-MAX_RANGES: Final = 9  # in one host's name
-_HOST = re.compile(r"(?:[^\[\],\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+")
+# of a list such as n[1-3,07],m5
+_FIRST_HOST = re.compile(r"((?:[^\[\],\s]|\[[0-9]+(?:[-,][0-9]+)*\])+)(?:,.*)?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
@@ -290,29 +289,6 @@ def port_of(job: int, step: int) -> int:
     return PORTS[(31 * job + step) % len(PORTS)]
 
 
-def expand_hosts(text: str) -> Iterator[str]:
-    """Yield the hosts of a list such as n[1-3,07],m5. Raises `ValueError` if it is not a list."""
-    hosts = _HOST.findall(text)
-    if not hosts or ",".join(hosts) != text or any(host.count("[") > MAX_RANGES for host in hosts):
-        raise ValueError(f"expected a list of hosts, got {text!r}")
-    for host in hosts:
-        yield from _expand(host)
-
-
-def _expand(host: str) -> Iterator[str]:
-    before, bracket, rest = host.partition("[")
-    if not bracket:
-        yield host
-        return
-    ranges, _, after = rest.partition("]")
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ValueError(f"expected an increasing range, got {part!r}")
-        for number in range(int(first), int(last or first) + 1):
-            yield from (f"{before}{number:0{len(first)}}{tail}" for tail in _expand(after))
-
-
 def _tasks_on(node: int, tasks: int, variables: Variables) -> int:
     """Return how many of `tasks` run on a node, from text such as 3,1 or 2(x3),1."""
     text = variables.environment[TASKS_PER_NODE]
@@ -331,8 +307,8 @@ def _first_host(rank: Number, node: Number, local_rank: Number, variables: Varia
     """Return the first node; None if a custom order of tasks puts rank 0 elsewhere."""
     if (rank.value == 0) != (node.value == local_rank.value == 0):
         return None
-    with suppress(ValueError):
-        host = next(expand_hosts(variables.environment[NODES]))
-        if is_host(host):
-            return host
+    first = _FIRST_HOST.fullmatch(variables.environment[NODES])
+    host = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", first[1]) if first else ""
+    if is_host(host):
+        return host
     raise variables.error(NODES, "a list of hosts such as n[1-3,07]")

@@ -20,16 +20,8 @@ from samestep.cluster.launchers import (
 from samestep.errors import ConfigError
 
 StartedBy = Literal[
-    "alone",
-    "samestep",
-    "torchrun",
-    "mpi",
-    "slurm",
-    "submitit",
-    "kubernetes",
-    "variables",
-    "group",
-]
+    "alone", "samestep", "torchrun", "mpi", "slurm", "submitit", "kubernetes", "variables", "group",
+]  # fmt: skip
 
 STARTED_BY: Final = "SAMESTEP_INTERNAL_STARTED_BY"
 NUMBERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

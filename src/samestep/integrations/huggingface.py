@@ -35,7 +35,7 @@ from samestep.step.shard import ELEMENTWISE
 REFUSED: Final = {
     "accelerator_config.split_batches": "the global batch has per_device_train_batch_size samples "
     "per lane",
-    "auto_find_batch_size": "samestep scale measures what fits",
+    "auto_find_batch_size": "if a lane does not fit, the error says how many lanes do",
     "average_tokens_across_devices": "the loss is always the mean over the global batch",
     "batch_eval_metrics": "compute_metrics gets the predictions of all samples",
     "data_seed": "all random numbers depend on samestep.init(seed=...)",

@@ -25,28 +25,14 @@ from samestep.step.shard import ELEMENTWISE
 
 # Hooks that `fit` calls, or that belong to the module's own use of data.
 CALLED: Final = frozenset(
-    [
-        "configure_model",
-        "lr_scheduler_step",
-        "on_before_optimizer_step",
-        "on_before_zero_grad",
-        "on_fit_end",
-        "on_fit_start",
-        "on_train_end",
-        "on_train_epoch_end",
-        "on_train_epoch_start",
-        "on_train_start",
-        "on_validation_end",
-        "on_validation_epoch_end",
-        "on_validation_epoch_start",
-        "on_validation_start",
-        "prepare_data",
-        "setup",
-        "teardown",
-        "train_dataloader",
-        "val_dataloader",
-    ]
-)
+    {
+        "configure_model", "lr_scheduler_step", "on_before_optimizer_step", "on_before_zero_grad",
+        "on_fit_end", "on_fit_start", "on_train_end", "on_train_epoch_end", "on_train_epoch_start",
+        "on_train_start", "on_validation_end", "on_validation_epoch_end",
+        "on_validation_epoch_start", "on_validation_start", "prepare_data", "setup", "teardown",
+        "train_dataloader", "val_dataloader",
+    }
+)  # fmt: skip
 NOT_OF_FIT: Final = ("on_test_", "on_predict_", "test_", "predict_")
 OWN: Final = (
     "backward", "configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step",

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
+from samestep.host import SIGNALED
 
 Message = Mapping[str, Any]
 
@@ -30,7 +31,6 @@ OWN: Final = f"{Path(__file__).parents[1]}{os.sep}"  # files of samestep
 NCCL_ABORT: Final = (
     "perhaps by NCCL, which ends a process whose network or peers fail: see its last output"
 )
-SIGNALED: Final = 128  # plus its number: the exit status of a process that a signal ended
 LAUNCHER_MODULES: Final = (str(__package__), runpy.__name__)
 
 

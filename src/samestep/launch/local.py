@@ -25,6 +25,7 @@ from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
 from samestep.errors import ConfigError, LaunchError, WorkerError
 from samestep.handoff import LauncherState, ScriptArguments, open_launcher_state
 from samestep.host import (
+    SIGNALED,
     no_garbage_collection,
     open_standard_files,
     raise_file_limit,
@@ -75,12 +76,10 @@ def start(
     workers: int,
     options: Mapping[str, Any],
     spec: ClusterSpec | None = None,
-    *,
-    preloads: bool = True,
 ) -> Any:
     """Launch workers that run `body()`; with a `spec`, as one of several hosts.
 
-    Returns None on hosts without rank 0. With `preloads`, imports what training needs first.
+    Returns None on hosts without rank 0.
     """
     merge(options, {}, is_complete=False)
     variables = _variables(options)
@@ -100,8 +99,7 @@ def start(
         open_standard_files()
         state = exits.enter_context(open_launcher_state(workers))
         with no_garbage_collection():
-            if preloads:
-                preload()
+            preload()
             from samestep.launch.supervisor import LocalCoordinator, Supervisor
             from samestep.launch.worker import NVML_CHECK, Job, StopSignals, can_use_gpus
 
@@ -163,7 +161,7 @@ def _stop_by_signal(number: signal.Signals) -> None:
     """Raise a recorded signal again, now that the workers have exited."""
     signal.raise_signal(number)
     if signal.getsignal(number) is signal.SIG_DFL:  # the first process of a container survives it
-        raise SystemExit(128 + number)
+        raise SystemExit(SIGNALED + number)
     raise LaunchError(f"stopped by {number.name}")
 
 

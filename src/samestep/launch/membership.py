@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Final
 
+from samestep.host import SIGNALED
 from samestep.launch.attempt import (
-    SIGNALED,
     Attempt,
     ElasticPolicy,
     Message,

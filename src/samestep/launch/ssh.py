@@ -32,7 +32,7 @@ from samestep.cluster.launchers import PORTS
 from samestep.comm.link import write_address
 from samestep.config import PREFIX, TOKEN, Config, flag_name, merge
 from samestep.errors import ConfigError, LaunchError
-from samestep.host import end_with_parent
+from samestep.host import SIGNALED, end_with_parent
 from samestep.launch.cluster_spec import Host, Nodes, read_hosts, read_token
 from samestep.launch.worker import StopSignals
 
@@ -239,7 +239,7 @@ def main() -> NoReturn:
 
 
 def _shell_status(code: int) -> int:
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else SIGNALED - code
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import LaunchError
-from samestep.host import RunningClock, no_garbage_collection
-from samestep.launch.attempt import SIGNALED, WorkerFailure
+from samestep.host import SIGNALED, RunningClock, no_garbage_collection
+from samestep.launch.attempt import WorkerFailure
 from samestep.launch.fork_server import ForkedWorker, ForkServer
 from samestep.launch.output import Outputs
 from samestep.launch.worker import FORK, ExitReport, Job, LocalAttempt

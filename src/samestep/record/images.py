@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.storage import make_directory, make_folder, write_atomically
+from samestep.storage import make_folder, sync, write_atomically
 
 FOLDER: Final = "images"
 MODES: Final = {(): "L", (1,): "L", (3,): "RGB"}
@@ -70,7 +70,7 @@ def write_picture(directory: Path, picture: Picture) -> int:
     Image.frombytes(picture.mode, size, picture.data).save(png, format="png")
     try:
         make_folder(file.parent)
-        make_directory(file.parent)  # its name, too, survives a power loss
+        sync(directory)  # the folder's name, too, survives a power loss
         write_atomically(file, png.getvalue())
     except OSError as error:
         raise RecordError(f"{file} cannot be written: {error.strerror}") from error
@@ -99,67 +99,36 @@ class AsyncImageWriter:
 
     def __init__(self, write: Callable[[Picture, bool], None], max_bytes: int = MAX_BYTES) -> None:
         self._write, self._max_bytes = write, max_bytes
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[Picture, bool]] = deque()  # the first one is being written
+        self._executor = ThreadPoolExecutor(1, "write images")
+        self._queue: deque[tuple[Future[None], int]] = deque()  # with the bytes of each
         self._bytes = 0
-        self._added = self._written = 0  # images
-        self._error: BaseException | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
 
     def add(self, picture: Picture, *, between: bool) -> bool:
         """Queue an image; return false if it was dropped."""
-        self._raise_error()
-        with self._changed:
-            if self._queue and self._bytes + len(picture.data) > self._max_bytes:
-                return False
-            self._queue.append((picture, between))
-            self._bytes += len(picture.data)
-            self._added += 1
-            self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="write images", daemon=True)
-            self._thread.start()
+        self._pop_written()
+        nbytes = len(picture.data)
+        if self._queue and self._bytes + nbytes > self._max_bytes:
+            return False
+        future = self._executor.submit(self._write, picture, between)
+        self._queue.append((future, nbytes))
+        self._bytes += nbytes
         return True
 
     def wait_for_queued(self) -> None:
         """Wait until the images added so far are written; from any thread."""
-        with self._changed:
-            added = self._added
-            self._changed.wait_for(lambda: self._written >= added)
+        wait([future for future, _ in tuple(self._queue)])
 
     def flush(self) -> None:
         """Wait until all queued images are written."""
         self.wait_for_queued()
-        self._raise_error()
+        self._pop_written()
 
     def close(self) -> None:
         """Write all queued images, and end the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        self._executor.shutdown()
 
-    def _raise_error(self) -> None:
-        with self._changed:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                picture, between = self._queue[0]
-            try:
-                self._write(picture, between)
-            except BaseException as error:  # noqa: BLE001  raised by the next call, not lost here
-                self._error = error
-            with self._changed:
-                self._queue.popleft()
-                self._bytes -= len(picture.data)
-                self._written += 1
-                self._changed.notify_all()
+    def _pop_written(self) -> None:
+        while self._queue and self._queue[0][0].done():
+            future, nbytes = self._queue.popleft()
+            self._bytes -= nbytes
+            future.result()  # raises an error of the thread

@@ -22,7 +22,7 @@ OWN: Final = "own"  # the duration of a step minus the time that the worker wait
 
 
 class Record:
-    """A run's record, which is append-only. This base class writes nothing."""
+    """A run's record, which is append-only. This base class, for other workers, writes nothing."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add an event: numbers, strings, lists and mappings of them.
@@ -93,15 +93,11 @@ class Record:
 
 
 def open_record(directory: Path | None, *, writes: bool) -> Record:
-    """Open the record in a run's directory; if `directory` is None or not `writes`, a `NoRecord`.
+    """Open the record in a run's directory; if `directory` is None or not `writes`, it is a no-op.
 
     An existing record is continued. Raises `RecordError` if the directory is not writable.
     """
-    return NoRecord() if directory is None or not writes else FileRecord(directory)
-
-
-class NoRecord(Record):
-    """The record of workers that do not write: its calls have no effect."""
+    return Record() if directory is None or not writes else FileRecord(directory)
 
 
 class FileRecord(Record):

@@ -14,6 +14,7 @@ from threading import current_thread, main_thread
 from typing import Any, Final
 
 from samestep.errors import RecordError
+from samestep.host import SIGNALED
 from samestep.record import read_events
 
 OUTPUT: Final = "output.txt"
@@ -66,7 +67,7 @@ def _sigterm_as_exit() -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(SIGNALED + number))
     try:
         yield
     finally:
@@ -80,19 +81,14 @@ def first_failure(directory: Path) -> str:
     return "\n".join(output[starts[-1] if starts else 0 :].strip().splitlines()[-SHOWN_LINES:])
 
 
-def read_run(directory: Path) -> tuple[list[dict[str, Any]], Path]:
-    """Return the events and the newest snapshot of a run. Raises `RecordError` without either."""
-    from samestep.snapshot.read import list_snapshots
-
+def read_run(directory: Path) -> list[dict[str, Any]]:
+    """Return the events of a run. Raises `RecordError` if the script started none."""
     events: list[dict[str, Any]] = []
     with suppress(RecordError):
         events += read_events(directory)
     if not any(event["event"] in {"started", "resumed"} for event in events):
         raise RecordError("the script did not start a run; it must call samestep.init")
-    if not (snapshots := list_snapshots(directory)):
-        needed = "track its model and optimizer (run.track) and train for at least one step"
-        raise RecordError(f"the script wrote no snapshot; it must {needed}")
-    return events, snapshots[-1]
+    return events
 
 
 def format_bytes(count: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from samestep.tools import format_bytes
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.snapshot.manifest import Manifest
 
-SHARD_SIZE: Final = "5GB"
+SHARD_BYTES: Final = 5 * 10**9  # as Hugging Face writes them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     file = "safetensors file that export writes, or DIRECTORY/ for several files and their index"
     add("file", nargs="?", help=file)
     add("--object", default="model", help="object to export (default: model)")
-    shard_size = f"largest size of the files in a directory (default: {SHARD_SIZE})"
-    add("--shard-size", type=_size, metavar="SIZE", help=shard_size)
     dcp = "dcp: export a directory for torch.distributed.checkpoint"
     add("--format", choices=["safetensors", "dcp"], default="safetensors", help=dcp)
 
@@ -147,13 +144,7 @@ def _export(
     from samestep.snapshot.read import export
 
     name, dcp = options.object, options.format == "dcp"
-    is_directory = file.endswith("/") or Path(file).is_dir()
-    if options.shard_size and (dcp or not is_directory):
-        raise ConfigError(
-            "--shard-size is for directories of safetensors files: end the name of the directory "
-            f"with /, and leave out --format, got {file}"
-        )
-    shard_bytes = (options.shard_size or _size(SHARD_SIZE)) if is_directory else None
+    shard_bytes = SHARD_BYTES if file.endswith("/") or Path(file).is_dir() else None
     with ExitStack() as exits:
         for newest in reversed(snapshots.names):
             try:
@@ -168,14 +159,6 @@ def _export(
     if skipped:
         print(printable(f"skipped (not tensors): {', '.join(skipped)}"))
     return 0
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+) ?([KMGT]?)B?", text.upper())
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a size such as {SHARD_SIZE}, got {text!r}")
-    power: int = 1000 ** " KMGT".index(match[2] or " ")
-    return int(match[1]) * power
 
 
 def _age(seconds: float) -> str:

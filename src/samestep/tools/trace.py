@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from samestep.data.generators import OBSERVED
-from samestep.errors import VerifyError
+from samestep.errors import RecordError, VerifyError
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
 from samestep.tools import first_failure, read_run, started
@@ -160,13 +160,16 @@ class ScriptTracer:
 def read_traces(directory: Path) -> list[StepTrace]:
     """Return the traces of the steps that a run directory has snapshots of, in order."""
     metrics: dict[int, dict[str, str]] = {}
-    for event in read_run(directory)[0]:
+    for event in read_run(directory):
         if event["event"] == "scalars":
             of_step = metrics.setdefault(event["step"] + 1, {})
             for name, value in event["values"].items():
                 of_step[f"metric {name}"] = _hash(repr(value).encode())
     traces = []
-    for path in list_snapshots(directory):
+    if not (snapshots := list_snapshots(directory)):
+        needed = "track its model and optimizer (run.track) and train for at least one step"
+        raise RecordError(f"the script wrote no snapshot; it must {needed}")
+    for path in snapshots:
         snapshot = load(path)
         hashes = dict(metrics.get(snapshot.step, {}))
         for name, state in snapshot.state.items():
@@ -213,8 +216,7 @@ def read_observations(directory: Path, title: str) -> list[Observation]:
 
 def _start_event(directory: Path) -> dict[str, Any]:
     """Return the event that the newest attempt of a run started with."""
-    events, _ = read_run(directory)
-    return [event for event in events if event["event"] in {"started", "resumed"}][-1]
+    return [event for event in read_run(directory) if event["event"] in {"started", "resumed"}][-1]
 
 
 def _sorted(plain: Any) -> Any:

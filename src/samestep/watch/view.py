@@ -31,7 +31,6 @@ from samestep.watch.curves import (
     to_list,
     to_number,
     to_text,
-    to_texts,
 )
 from samestep.watch.run_state import SYSTEM, RunState, cause
 from samestep.watch.timings import started_workers, worker_rows
@@ -217,8 +216,6 @@ class View:
                 **self._notes(),
                 "now": now,
                 "attempts": run.attempts,
-                "torch": to_text(run.start.get("torch")),
-                "devices": to_texts(run.start.get("devices")),
                 "progress": _progress(run, is_running=row["state"] == "running"),
                 "scalars": [
                     {"name": name, **curve.summary()} for name, curve in run.curves.items()

@@ -51,12 +51,8 @@ def test_a_batch_script_with_several_tasks_should_use_srun(tmp_path):
     assert only_result(check_launcher, tmp_path, environment=alone) == NONE
 
 
-def test_the_interface_that_leads_to_other_hosts_is_named_with_its_speed(tmp_path):
-    expected = ("good", "other hosts are reached through eth0 (10 Gbit/s)")
-    assert only_result(check_interfaces, tmp_path) == expected
-
-
 def test_a_faster_interface_is_a_problem_only_with_several_hosts(tmp_path):
+    assert only_result(check_interfaces, tmp_path) == NONE
     severity, text = only_result(check_interfaces, tmp_path, interfaces=WITH_INFINIBAND)
     assert severity == "note"
     assert "GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in text
@@ -76,7 +72,7 @@ def test_interfaces_that_are_down_or_virtual_are_no_faster_path(tmp_path):
         "eth0": ETHERNET,
         "ib0": Interface(isup=False, speed=200_000),
     }
-    assert only_result(check_interfaces, tmp_path, interfaces=interfaces)[0] == "good"
+    assert only_result(check_interfaces, tmp_path, interfaces=interfaces) == NONE
 
 
 def test_a_variable_with_an_unknown_interface_is_a_problem(tmp_path):
@@ -98,12 +94,12 @@ def test_the_loopback_reaches_no_other_host(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "environment", "severity", "text"),
     [
-        ("xfs", {}, "good", "can be written"),
+        ("xfs", {}, "", ""),
         ("tmpfs", {}, "problem", "is in memory (tmpfs)"),
         ("overlay", {}, "note", "docker run -v"),
         ("overlay", POD, "problem", "PersistentVolumeClaim"),
         ("ext4", ONE_OF_TWO_HOSTS, "note", "must share it"),
-        ("nfs4", ONE_OF_TWO_HOSTS, "good", "can be written"),
+        ("nfs4", ONE_OF_TWO_HOSTS, "", ""),
     ],
 )
 def test_the_kind_of_file_system_matters(tmp_path, kind, environment, severity, text):

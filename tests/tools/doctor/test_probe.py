@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import os
 
+import pytest
 import torch
 
-from samestep.tools.doctor.probe import describe_torch, measure_disk
+from samestep.tools.doctor import probe
+from samestep.tools.doctor.probe import check_measurements, describe_torch, measure
 from tests.python import run_python
+from tests.tools.doctor.fake_system import only_result
 
 
 def test_torch_is_described_by_its_version_and_build():
@@ -14,17 +17,36 @@ def test_torch_is_described_by_its_version_and_build():
     assert (report["version"], report["cuda_build"]) == (torch.__version__, torch.version.cuda)
 
 
-def test_a_quick_probe_only_imports_torch_and_counts_gpus(tmp_path):
-    command = ["-m", "samestep.tools.doctor.probe", tmp_path, "--quick", "--gpus"]
+def test_a_quick_probe_only_imports_torch_and_counts_gpus():
+    command = ["-m", "samestep.tools.doctor.probe", "--quick", "--gpus"]
     report = json.loads(run_python(*command, check=True).stdout)
     assert report["gpus"] == 0  # conftest hides the GPUs of this machine
     assert report.keys() == {"import_seconds", "version", "cuda_build", "gpus"}
 
 
-def test_a_disk_is_measured_and_left_clean(tmp_path):
-    assert measure_disk(tmp_path) > 0
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("report", "severity", "text"),
+    [
+        ({"import_seconds": 40.0}, "note", "importing torch took 40 s"),
+        ({"import_seconds": 2.0}, "", ""),
+        ({"workers_error": "timed out"}, "problem", "could not start or connect: timed out."),
+    ],
+)
+def test_a_slow_import_is_only_a_note(tmp_path, report, severity, text):
+    result = only_result(check_measurements, tmp_path, torch=report)
+    assert result[0] == severity
+    assert text in result[1]
 
 
-def test_a_directory_that_takes_no_files_is_not_measured():
-    assert measure_disk(Path("/proc/sys/kernel")) is None
+def test_a_failing_import_of_torch_is_reported(tmp_path, monkeypatch):
+    reason = "libwrong.so: cannot open shared object file"
+    (tmp_path / "torch.py").write_text(f"raise ImportError({reason!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    report, failure = measure(quick=True, gpus=False)
+    assert report == {}
+    assert failure.endswith(f"status 1: ImportError: {reason}")
+
+
+def test_a_missing_python_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe.sys, "executable", str(tmp_path / "python"))
+    assert "a process could not be started" in measure(quick=True, gpus=False)[1]

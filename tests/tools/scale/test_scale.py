@@ -34,15 +34,13 @@ def test_a_script_is_measured_and_more_workers_are_forecast(scale, tmp_path):
     assert status == 0
     rows = {row[0]: row for row in map(str.split, printed.splitlines()) if row and row[0].isdigit()}
     assert {"1", "2"} <= rows.keys()
-    assert "4 lanes, batches of 8, 0.0026 MB of parameters, on cpu" in printed
-    assert "Largest lane batch: " in printed
+    assert "4 lanes, batches of 8, on cpu" in printed
 
     results = json.loads(file.read_text())
     (alone,), (together,) = results["measured"]["1"], results["measured"]["2"]
     assert list(alone["parts"]) == list(PARTS)
     assert all(sum(timing["parts"].values()) > 0 for timing in (alone, together))
     assert results["speedup"]["2"]["middle"] == pytest.approx(alone["step"] / together["step"])
-    assert results["check"] is None
     if usable_cores() < 2:
         assert "No forecast" in printed
         return

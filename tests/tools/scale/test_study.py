@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
 from samestep.tools.scale import report
 from samestep.tools.scale.report import milliseconds, report_lines, table
-from samestep.tools.scale.study import REMEDIES, Machine, Study, find_bottleneck
-from samestep.tools.scale.timing import PARTS, Range, StepTiming
-from samestep.tools.scale.trials import MemoryModel, Workload
+from samestep.tools.scale.study import REMEDIES, Study, find_bottleneck
+from samestep.tools.scale.timing import PARTS, Range, StepTiming, Workload
 
 
 def _timing(compute, *, other=0.0, waiting=0.0):
@@ -20,9 +18,8 @@ def _timing(compute, *, other=0.0, waiting=0.0):
     return StepTiming(sum(parts.values()), parts, waiting)
 
 
-def _study(timings, *, lanes=4, batch_size=64, capacity=8, load=0.0, memory=None):
-    workload = Workload(lanes, 4_000_000, batch_size, "cpu", 1)
-    return Study(workload, timings, memory, Machine(capacity, load, 10**9))
+def _study(timings, *, lanes=4, batch_size=64, capacity=8, load=0.0):
+    return Study(Workload(lanes, batch_size, "cpu", 1), timings, capacity, load)
 
 
 def _text(study):
@@ -58,7 +55,6 @@ def test_more_workers_are_forecast_up_to_the_lanes():
     study = _study({1: [_timing(12.0, other=1.0)], 2: [_timing(6.0, other=1.0)]}, lanes=12)
     assert study.forecast_workers() == [4, 8, 12]
     assert study.forecast.step(12) == Range.of([2.0])
-    assert study.check() is None
     text = _text(study)
     assert "1000 (1000 to 1000) x lanes per worker, for data and compute, + 1000" in text
     assert re.search(r"^ +4 +4000 \(4000 to 4000\) +3.25 +81%$", text, re.MULTILINE)
@@ -71,20 +67,11 @@ def test_no_forecast_beyond_one_lane_per_worker():
     assert "a step takes 1000 (1000 to 1000) ms with any number of workers" in _sentences(study)
 
 
-@pytest.mark.parametrize(("compute", "verdict"), [(2.0, "within the range"), (3.5, "50% off")])
-def test_fewer_workers_check_the_forecast_of_the_most(compute, verdict):
-    computing = {1: 9.0, 2: 4.0, 4: compute}
-    study = _study({workers: [_timing(c, other=1.0)] for workers, c in computing.items()})
-    assert study.check() == (4, Range.of([3.0]))
-    assert verdict in _sentences(study)
-
-
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_oversubscribed_workers_are_reported_and_excluded_from_the_forecast(capacity):
     timings = {1: [_timing(8.0)], 2: [_timing(4.0)], 4: [_timing(50.0)]}
     study = _study(timings, capacity=capacity)
     assert list(study.within_capacity) == [1, 2][:capacity]
-    assert study.check() is None
     text = _text(study)
     assert f"with {'2, 4' if capacity == 1 else '4'} workers, which share cores" in text
     assert ("No forecast" in text) is (study.forecast is None) is (capacity == 1)
@@ -100,13 +87,6 @@ def test_slower_workers_and_a_single_worker_are_reported():
     assert "No forecast: it needs runs of at least two workers" in alone
 
 
-def test_workers_share_the_memory_for_the_largest_lane_batch():
-    study = _study({1: [_timing(8.0)], 2: [_timing(4.0)]})
-    assert "too noisy to estimate" in _text(study)
-    measured = replace(study, memory=MemoryModel(100e6, 1e6))
-    assert "about 400 samples with 2 workers in 1 GB" in _text(measured)
-
-
 def test_a_busy_machine_is_reported():
     study = _study({1: [_timing(8.0)]}, capacity=2, load=1.5)
     assert "This machine was busy (load 1.5)" in _text(study)
@@ -119,7 +99,6 @@ def test_the_study_is_json():
     assert results["limit"]["part"] == "waiting"
     assert results["forecast"]["constant"] == {"lowest": 1.0, "middle": 1.0, "highest": 1.0}
     assert results["forecast"]["steps"] == {"4": {"lowest": 3.0, "middle": 3.0, "highest": 3.0}}
-    assert results["check"] is None
     assert _study({1: [_timing(8.0)]}).to_json()["forecast"] is None
 
 
@@ -133,7 +112,6 @@ def test_lines_fit_100_columns(monkeypatch):
         lanes=64,
         batch_size=1_000_000,
         load=9.0,
-        memory=MemoryModel(100e6, 1.0),
     )
     assert max(map(len, report_lines(study))) <= 100
     monkeypatch.setattr(report, "WIDTH", 1000)  # tables fit without being wrapped

@@ -15,9 +15,11 @@ from samestep.tools.scale.timing import (
     WARM_UP,
     Range,
     StepTiming,
+    Workload,
     fit_forecast,
     max_lanes_per_worker,
     read_timing,
+    read_workload,
 )
 
 RECORDED = {"data": 0.125, "compute": 0.25, "exchange": 0.125, "optimizer": 0.125, "snapshot": 0.0}
@@ -116,3 +118,13 @@ def test_the_worker_with_the_most_lanes_determines_the_time():
 
 def test_one_worker_does_not_show_the_exchange():
     assert fit_forecast({1: [_timing(1.0)]}, 8) is None
+
+
+STARTED = {"event": "started", "lanes": 4, "devices": ["cpu"], "config": {"threads": 1}}
+
+
+def test_the_workload_is_read_from_the_record():
+    loop = {"event": "loop", "batch_size": 12}
+    assert read_workload([STARTED, loop]) == Workload(4, 12, "cpu", 1)
+    stream = {"event": "loop", "batch_size": None}
+    assert read_workload([STARTED, stream]).batch_size is None

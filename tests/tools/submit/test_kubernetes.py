@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import stat
 import sys
-from types import SimpleNamespace
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -19,7 +17,6 @@ from samestep.launch import local as command
 from tests.needs import needs
 
 COMMAND = ("submit", "kubernetes", "--image", "here/train:1")
-KINDS = ("job", "pytorchjob", "trainjob")
 CLAIM = ("--claim", "runs:/runs", "--dir", "/runs/one")
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
@@ -37,43 +34,20 @@ def written(capsys):
     return write
 
 
-def package(name):
-    needs(f"the Python package {name}", is_present=importlib.util.find_spec(name) is not None)
-
-
 def fits(manifest):
     """Check a manifest against the schema of its kind, which allows no unknown field."""
-    if manifest["kind"] == "TrainJob":
-        package("kubeflow_trainer_api")
-        from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+    needs(
+        "the Python package kubernetes_validate",
+        is_present=find_spec("kubernetes_validate") is not None,
+    )
+    import kubernetes_validate
 
-        assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
-    elif manifest["kind"] == "PyTorchJob":
-        package("kubeflow.training")
-        from kubeflow.training import ApiClient, KubeflowOrgV1PyTorchJob
-
-        client = ApiClient()
-        job = client.deserialize(
-            SimpleNamespace(data=json.dumps(manifest)), KubeflowOrgV1PyTorchJob
-        )
-        assert client.sanitize_for_serialization(job) == manifest
-    else:
-        package("kubernetes_validate")
-        import kubernetes_validate
-
-        kubernetes_validate.validate(manifest, "1.37", strict=True)
+    kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
 def container_of(manifest):
     """Return the container of a job's first pod, and the pod."""
-    spec = manifest["spec"]
-    if manifest["kind"] == "TrainJob":
-        (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
-            "replicatedJobs"
-        ]
-        return spec["trainer"], job["template"]["spec"]["template"]["spec"]
-    replica = spec["pytorchReplicaSpecs"]["Master"] if manifest["kind"] == "PyTorchJob" else spec
-    pod = replica["template"]["spec"]
+    pod = manifest["spec"]["template"]["spec"]
     return pod["containers"][0], pod
 
 
@@ -83,25 +57,22 @@ def job_of(manifests):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (3, 1), (1, 2), (3, 2)])
-def test_manifests_fit_the_schemas(kind, nodes, workers, written):
+def test_manifests_fit_the_schemas(nodes, workers, written):
     size = ("--nodes", str(nodes), "-n", str(workers))
     resources = ("--gpus", "2", "--cpus", "3", "--memory", "8Gi")
     others = ("--claim", "data:/data", "--namespace", "team", "--lanes", "8")
-    manifests = written("--kind", kind, *size, *resources, *others)
+    manifests = written(*size, *resources, *others)
     for manifest in manifests.values():
         fits(manifest)
         assert manifest["metadata"]["namespace"] == "team"
-    assert ("Service" in manifests) == (kind == "job" and nodes > 1)
+    assert ("Service" in manifests) == (nodes > 1)
     assert ("Secret" in manifests) == (nodes > 1)
     container, pod = container_of(job_of(manifests))
     assert container["image"] == "here/train:1"
     assert {"name": "SAMESTEP_LANES", "value": "8"} in container["env"]
     assert {"name": "SAMESTEP_DIR", "value": "/runs/one"} in container["env"]
-    resources = (
-        container.get("resources") or job_of(manifests)["spec"]["trainer"]["resourcesPerNode"]
-    )
+    resources = container["resources"]
     expected = {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
     assert resources["limits"] == resources["requests"] == expected
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
@@ -113,9 +84,8 @@ def test_manifests_fit_the_schemas(kind, nodes, workers, written):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unknown_field_is_found(kind, written):
-    manifest = job_of(written("--kind", kind))
+def test_an_unknown_field_is_found(written):
+    manifest = job_of(written())
     manifest["spec"]["color"] = "blue"
     with pytest.raises(Exception, match="color"):
         fits(manifest)
@@ -127,46 +97,18 @@ def environment_of(container, more):
     return {**IN_POD, **more, **variables}
 
 
-@pytest.mark.parametrize(
-    ("kind", "address", "added"),
-    [
-        ("job", "train-0.train", lambda index: {"JOB_COMPLETION_INDEX": str(index)}),
-        (
-            "pytorchjob",
-            "train-master-0",
-            lambda index: {
-                "RANK": str(index),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": "train-master-0",
-                "MASTER_PORT": "23456",
-            },
-        ),
-        (
-            "trainjob",
-            "train-node-0-0.train",
-            lambda index: {
-                "JOB_COMPLETION_INDEX": str(index),
-                "PET_NNODES": "3",
-                "PET_NPROC_PER_NODE": "1",
-                "PET_NODE_RANK": str(index),
-                "PET_MASTER_ADDR": "train-node-0-0.train",
-                "PET_MASTER_PORT": "29400",
-            },
-        ),
-    ],
-)
-def test_the_only_worker_of_a_pod_knows_its_rank(kind, address, added, written):
-    container, _ = container_of(job_of(written("--kind", kind, "--nodes", "3")))
+def test_the_only_worker_of_a_pod_knows_its_rank(written):
+    container, _ = container_of(job_of(written("--nodes", "3")))
     assert container["command"] == ["python", "train.py"]
     for index in range(3):
-        place = find_process(environment_of(container, added(index)))
+        place = find_process(environment_of(container, {"JOB_COMPLETION_INDEX": str(index)}))
         assert (
             place.rank,
             place.world_size,
             place.local_rank,
             place.local_world_size,
             place.address,
-        ) == (index, 3, 0, 1, address)
+        ) == (index, 3, 0, 1, "train-0.train")
 
 
 def test_one_pod_with_one_worker_has_a_world_size_of_one(written):
@@ -183,18 +125,14 @@ def test_the_service_leads_to_the_first_pod_before_it_is_ready(written):
     assert service["spec"]["publishNotReadyAddresses"] is True
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_several_workers_per_pod_are_started_by_samestep_run(kind, written):
-    masters = {"job": "vit-0.vit", "pytorchjob": "vit-master-0", "trainjob": "$(PET_MASTER_ADDR)"}
-    manifests = written(
-        "--kind", kind, "--nodes", "2", "-n", "4", then=("-m", "recipes.vit", "--epochs", "3")
-    )
+def test_several_workers_per_pod_are_started_by_samestep_run(written):
+    manifests = written("--nodes", "2", "-n", "4", then=("-m", "recipes.vit", "--epochs", "3"))
     container, _ = container_of(job_of(manifests))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert container["command"][:2] == ["samestep", "run"]
     options = parser.parse_args(container["command"][2:])
-    assert (options.workers, options.nodes, options.master) == (4, "2", f"{masters[kind]}:29400")
+    assert (options.workers, options.nodes, options.master) == (4, "2", "vit-0.vit:29400")
     assert (options.module, options.script, options.arguments) == (
         True,
         "recipes.vit",
@@ -209,7 +147,7 @@ def test_several_workers_per_pod_are_started_by_samestep_run(kind, written):
     assert secret["metadata"]["name"] == token["name"]
     assert len(secret["stringData"][token["key"]]) == 64
 
-    alone, _ = container_of(job_of(written("--kind", kind, "-n", "2")))
+    alone, _ = container_of(job_of(written("-n", "2")))
     assert alone["command"] == ["samestep", "run", "-n", "2", "train.py"]
     assert TOKEN not in [variable["name"] for variable in alone["env"]]
 
@@ -251,8 +189,8 @@ def test_a_pod_with_remote_snapshots_needs_no_claim(written):
         (["--name", "My_job"], "--name must be a DNS label of a-z, 0-9 and -"),
         (["--name", "1st"], "with a letter first, got '1st'"),
         (
-            ["--name", "a" * 54, "--nodes", "100"],
-            f"{'a' * 54}-node-0-99 has more than 63 characters",
+            ["--name", "a" * 61, "--nodes", "100"],
+            f"{'a' * 61}-99 has more than 63 characters",
         ),
         (["--namespace", "Team"], "--namespace must be a DNS label of a-z, 0-9 and -, got 'Team'"),
         (["--memory", "64 GB"], "--memory must be a quantity such as 64Gi, got '64 GB'"),
@@ -278,7 +216,7 @@ def test_values_that_kubernetes_refuses_are_reported(arguments, words, capsys):
 
 
 def test_the_longest_name_still_fits(written):
-    fits(job_of(written("--name", "a" * 53, "--nodes", "100")))
+    fits(job_of(written("--name", "a" * 60, "--nodes", "100")))
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -12,7 +12,7 @@ from samestep.cluster import GLOO_INTERFACE as GLOO
 from samestep.cluster import LOOPBACK_INTERFACE, OUTSIDE_ADDRESS, find_process
 from samestep.errors import ConfigError
 from samestep.tools import format_bytes
-from samestep.tools.doctor.system import Case, Finding, System, good, note, problem
+from samestep.tools.doctor.system import Case, Finding, System, note, problem
 
 VIRTUAL: Final = ("docker", "br-", "veth", "virbr", "cni", "flannel", "ifb", "tun", "tap")
 IN_MEMORY: Final = ("tmpfs", "ramfs")
@@ -86,16 +86,14 @@ def _check_speed(system: System, interfaces: Mapping[str, Any]) -> Iterator[Find
             f"({speeds[fastest] / 1000:g} Gbit/s).",
             f"{GLOO}={fastest} NCCL_SOCKET_IFNAME={fastest}, if it leads to the other hosts, too",
         )
-    elif chosen != LOOPBACK_INTERFACE:
-        yield good(f"other hosts are reached through {texts[chosen]}")
 
 
 def check_directory(case: Case) -> Iterator[Finding]:
     """Report a directory in which a run could not keep its files."""
     path = nearest_existing(case.directory)
     kind = _kind_of(case.system, str(path))
-    findings = [*_check_space(case.system, path), *_check_kind(case, kind)]
-    yield from findings or [good(f"{path} can be written")]
+    yield from _check_space(case.system, path)
+    yield from _check_kind(case, kind)
 
 
 def nearest_existing(path: Path) -> Path:

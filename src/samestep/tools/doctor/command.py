@@ -17,9 +17,8 @@ from samestep.tools.doctor.cluster import (
     check_directory,
     check_interfaces,
     check_launcher,
-    nearest_existing,
 )
-from samestep.tools.doctor.measurements import check_measurements, measure
+from samestep.tools.doctor.probe import check_measurements, measure
 from samestep.tools.doctor.resources import (
     check_locked_memory,
     check_memory,
@@ -36,7 +35,7 @@ CHECKS: Final[Sequence[Callable[[Case], Iterator[Finding]]]] = (
     *(check_shared_memory, check_open_files, check_processes, check_locked_memory),
     *(check_interfaces, check_launcher, check_directory, check_measurements),
 )
-SEVERITIES: Final = ("problem", "note", "good")  # the most urgent first
+SEVERITIES: Final = ("problem", "note")  # the most urgent first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 if no problem was found, 1 otherwise."
     directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
     parser.add_argument("--dir", type=Path, help=directory)
-    parser.add_argument("--quick", action="store_true", help="measure no workers and no disk")
-    verbose = "also print the checks that passed"
-    parser.add_argument("--verbose", action="store_true", help=verbose)
+    parser.add_argument("--quick", action="store_true", help="start no workers")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     workers = (
         "number of workers that will run on this machine (default: one per GPU, or one per core)"
@@ -61,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
     system = System()
     directory = options.dir or Path(system.environment.get(f"{PREFIX}DIR", ""))
     has_gpus = bool(find_gpus(system))
-    torch, failure = measure(nearest_existing(directory), quick=options.quick, gpus=has_gpus)
+    torch, failure = measure(quick=options.quick, gpus=has_gpus)
     workers = options.workers or default_workers(system)
     findings = examine(Case(system, directory.absolute(), workers, torch, failure))
     is_healthy = not any(finding.severity == "problem" for finding in findings)
@@ -69,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         report = {"healthy": is_healthy, "workers": workers, "findings": [*map(asdict, findings)]}
         text = json.dumps(report, indent=1)
     else:  # variables may hold any bytes
-        text = as_text(findings, verbose=options.verbose).encode(errors="backslashreplace").decode()
+        text = as_text(findings).encode(errors="backslashreplace").decode()
         verdict, end, rest = text.partition("\n")
         text = colored(verdict, GREEN if is_healthy else RED, sys.stdout) + end + rest
     sys.stdout.write(f"{text}\n")
@@ -87,15 +84,11 @@ def examine(case: Case) -> list[Finding]:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def as_text(findings: Sequence[Finding], *, verbose: bool) -> str:
-    """Return the verdict and the findings; those of checks that passed only if `verbose`."""
-    severities = [finding.severity for finding in findings]
-    problems, passed = severities.count("problem"), severities.count("good")
-    lines = [f"{counted(problems, 'problem')} to fix" if problems else "no problems", ""]
-    for finding in findings:
-        if verbose or finding.severity != "good":
-            lines.append(f"{finding.severity:7}  {finding.text}")
-            lines += [f"{'':7}  do: {finding.fix}"] if finding.fix else []
-    if not verbose:
-        lines += [""] * (len(lines) > 2) + [f"{counted(passed, 'check')} passed: --verbose"]
+def as_text(findings: Sequence[Finding]) -> str:
+    """Return the verdict and the findings."""
+    problems = sum(finding.severity == "problem" for finding in findings)
+    lines = [f"{counted(problems, 'problem')} to fix" if problems else "no problems"]
+    for number, finding in enumerate(findings):
+        lines += [""] * (number == 0)
+        lines += [f"{finding.severity:7}  {finding.text}", f"{'':7}  do: {finding.fix}"]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Measurements in a separate process, because importing torch may fail or hang.
 
-`python -m samestep.tools.doctor.probe DIRECTORY [--quick] [--gpus]` prints one line of JSON.
+`python -m samestep.tools.doctor.probe [--quick] [--gpus]` prints one line of JSON.
 Functions import torch and its dependents, so that the import of torch can be timed.
 """
 
@@ -8,42 +8,73 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
-import shutil
-import statistics
-import tempfile
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 from samestep.cluster import find_process
-from samestep.config import merge
+from samestep.config import PREFIX, merge
 from samestep.errors import SamestepError
 from samestep.host import no_garbage_collection
 from samestep.launch.local import count_gpus, start
+from samestep.tools.doctor.system import Case, Finding, note, problem
 
 WORKERS: Final = 2
 TIMEOUT_SECONDS: Final = 20.0
-FILE_BYTES: Final = 16 << 20
-SEGMENT_BYTES: Final = 1 << 20
-RESERVED_BYTES: Final = 1 << 30  # of the free space, never used
-TIMES: Final = 10
-DISK_SECONDS: Final = 2.0  # no file is begun later, if the disk is slow
+PROBE_SECONDS: Final = 60.0  # for all measurements, which usually take a tenth of it
+SLOW_IMPORT_SECONDS: Final = 15.0
+
+
+def measure(*, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
+    """Return the report of the process, and the reason if there is none."""
+    command = [sys.executable, "-m", "samestep.tools.doctor.probe"]
+    command += ["--quick"] * quick + ["--gpus"] * gpus
+    # another check reports wrong variables
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    try:
+        options: dict[str, Any] = {"env": environment, "timeout": PROBE_SECONDS}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        # libraries may have printed something before the report
+        report: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        return {}, f"no result within {PROBE_SECONDS:g} s"
+    except OSError as error:
+        return {}, f"a process could not be started ({error})"
+    except ValueError:
+        last = done.stderr.strip().rpartition("\n")[2]
+        status = f"a process that imports torch exited with status {done.returncode}"
+        return {}, f"{status}: {last}" if last else status
+    return report, ""
+
+
+def check_measurements(case: Case) -> Iterator[Finding]:
+    """Report two workers that cannot communicate, and a slow import of torch."""
+    report = case.torch
+    if "workers_error" in report:
+        yield problem(
+            f"two workers of this host could not start or connect: {report['workers_error']}.",
+            "fix the problems above first; then samestep run -n 2 with any script shows more",
+        )
+    if (seconds := report.get("import_seconds", 0)) > SLOW_IMPORT_SECONDS:
+        yield note(
+            f"importing torch took {seconds:.0f} s, and every start of a run waits for "
+            "it: Python's packages are on a slow file system.",
+            "a virtual environment or a container image on a local disk",
+        )
 
 
 def main() -> None:
     """Print the properties of torch and all measurements as JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args()
     report = describe_torch()
     if not options.quick:
-        report["write_bytes_per_second"] = measure_disk(options.directory)
         try:
             connect_workers()
         except (SamestepError, OSError) as error:
@@ -63,29 +94,10 @@ def describe_torch() -> dict[str, Any]:
     return {"import_seconds": seconds, "version": torch.__version__, "cuda_build": build}
 
 
-def measure_disk(directory: Path) -> float | None:
-    """Return the median speed of files written as snapshots are, None if that is not possible."""
-    from samestep.snapshot.files import write_durably
-
-    seconds: list[float] = []
-    with suppress(OSError):
-        if shutil.disk_usage(directory).free < RESERVED_BYTES:
-            return None
-        with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=directory) as folder:
-            buffer = mmap.mmap(-1, FILE_BYTES)  # page-aligned, like the memory of snapshots
-            buffer.write(os.urandom(FILE_BYTES))  # so that no file system can compress it
-            while len(seconds) < TIMES and sum(seconds) < DISK_SECONDS:
-                began = time.perf_counter()
-                data = memoryview(buffer)
-                write_durably(Path(folder) / "file", data, SEGMENT_BYTES, lambda: None)
-                seconds.append(time.perf_counter() - began)
-    return FILE_BYTES / statistics.median(seconds) if seconds else None
-
-
 def connect_workers() -> None:
     """Let two workers exchange tensors through shared memory. Raises `LaunchError`."""
     options = {"device": "cpu", "max_restarts": 0, "timeout": TIMEOUT_SECONDS}
-    start(_all_to_all, WORKERS, options, preloads=False)  # these workers do not train
+    start(_all_to_all, WORKERS, options)
 
 
 def _all_to_all() -> None:

@@ -15,7 +15,7 @@ from samestep.host import (
     whole_number,
 )
 from samestep.tools import format_bytes
-from samestep.tools.doctor.system import Case, Finding, good, note, problem
+from samestep.tools.doctor.system import Case, Finding, note, problem
 
 SHARED: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
 # for the batches that loader processes prefetch; containers get 64 MiB by default
@@ -45,8 +45,6 @@ def check_processors(case: Case) -> Iterator[Finding]:
             f"samestep run -n {max(1, cores // threads)}, or give this process more cores "
             "(docker run --cpus, resources.limits.cpu, srun --cpus-per-task)",
         )
-    else:
-        yield good(f"{run} fit on {counted(cores, 'core')}")
     wanted = environment.get("OMP_NUM_THREADS")
     if wanted is not None and wanted != str(threads):
         yield note(

@@ -13,7 +13,7 @@ from samestep.cluster import find_process
 from samestep.config import merge
 from samestep.errors import ConfigError
 from samestep.host import counted, whole_number
-from samestep.tools.doctor.system import Case, Finding, System, good, note, problem
+from samestep.tools.doctor.system import Case, Finding, System, note, problem
 
 _FIELDS: Final = "index,memory.total,memory.used"
 GPU_QUERY: Final = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
@@ -26,8 +26,6 @@ def check_torch(case: Case) -> Iterator[Finding]:
             f"torch could not be tested: {case.failure}.",
             "python -c 'import torch.distributed' shows more; pip install torch",
         )
-    elif case.torch:
-        yield good(f"torch {case.torch['version']} can be imported")
 
 
 def check_variables(case: Case) -> Iterator[Finding]:
@@ -85,8 +83,8 @@ def _check_visible(case: Case, present: int, seen: int) -> Iterator[Finding]:
     build, driver = case.torch.get("cuda_build"), _driver_cuda(case.system)
     visible = case.system.environment.get("CUDA_VISIBLE_DEVICES")
     if seen == present:
-        yield good(f"torch sees all {seen} GPUs" if seen > 1 else "torch sees the GPU")
-    elif build is None:
+        return
+    if build is None:
         yield problem(
             f"this host has {counted(present, 'GPU')}, but this torch is built for CPUs only.",
             "pip install torch with the index URL for your CUDA version from pytorch.org",

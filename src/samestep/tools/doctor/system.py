@@ -26,17 +26,12 @@ COMMAND_SECONDS: Final = 3.0  # a command that queries hardware may hang
 class Finding:
     """One sentence, and the command or option that fixes it.
 
-    A "problem" would make a run fail or very slow; a "note" may slow it down; "good" needs nothing.
+    A "problem" would make a run fail or very slow; a "note" may slow it down.
     """
 
-    severity: Literal["problem", "note", "good"]
+    severity: Literal["problem", "note"]
     text: str
-    fix: str = ""
-
-
-def good(text: str) -> Finding:
-    """Return a finding that no action is needed."""
-    return Finding("good", text)
+    fix: str
 
 
 def note(text: str, fix: str) -> Finding:

@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.errors import ConfigError, LaunchError
+from samestep.errors import ConfigError
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.scale.study import Study
-    from samestep.tools.scale.trials import MemoryModel, Trial, TrialRunner
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lanes = "lanes of every run (default: set by the script, or the largest worker count)"
     add("--lanes", type=int, metavar="N", help=lanes)
     add("--json", type=Path, metavar="FILE", help="write all results as JSON")
-    add("script", help="training script; it must track its model and optimizer (run.track)")
+    add("script", help="training script")
     add("arguments", nargs="...", help="arguments of the script")
 
 
@@ -71,34 +70,16 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
 
 
 def _measure(options: argparse.Namespace, sizes: list[int]) -> Study:
-    from samestep.host import available_bytes
-    from samestep.tools.scale.study import Machine, Study
-    from samestep.tools.scale.trials import TrialRunner
+    from samestep.tools.scale.study import Study
+    from samestep.tools.scale.timing import TrialRunner
 
     load = os.getloadavg()[0]
     runner = TrialRunner([options.script, *options.arguments], options.steps, options.lanes)
     # largest first: if the script sets no lanes, its worker count sets them for all runs
     rounds = [[runner.run(workers) for workers in reversed(sizes)] for _ in range(options.repeats)]
-    workload = rounds[0][0].workload
-    by_size = [[trial.timing for trial in trials] for trials in zip(*rounds, strict=True)]
-    timings = dict(zip(reversed(sizes), by_size, strict=True))
-    memory = _measure_memory(runner, rounds[0][-1])
-    machine = Machine(_capacity(workload.device, workload.threads), load, available_bytes() or 0)
-    return Study(workload, timings, memory, machine)
-
-
-def _measure_memory(runner: TrialRunner, trial: Trial) -> MemoryModel | None:
-    """Repeat a trial with twice the lanes, if the batch is large enough, and compare."""
-    from samestep.tools.scale.trials import fit_memory
-
-    workload, lanes = trial.workload, 2 * trial.workload.lanes
-    if workload.device != "cpu" or (workload.batch_size or 0) < lanes:
-        return None
-    try:
-        return fit_memory(trial, runner.run(trial.workers, lanes))
-    except LaunchError as error:  # the script requires its own lanes; all else is measured
-        sys.stderr.write(f"memory was not measured: with {lanes} lanes: {error}\n")
-        return None
+    timings = dict(zip(reversed(sizes), zip(*rounds, strict=True), strict=True))
+    capacity = _capacity(runner.workload.device, runner.workload.threads)
+    return Study(runner.workload, timings, capacity, load)
 
 
 def _capacity(device: str, threads: int) -> int:

@@ -15,8 +15,8 @@ WIDTH: Final = 100  # columns; the tables are narrower
 
 
 def report_lines(study: Study) -> Iterator[str]:
-    """Yield the lines of the report: measurements, bottleneck, forecast and memory."""
-    for number, section in enumerate((_measurements, _bottleneck, _forecast, _largest_lane_batch)):
+    """Yield the lines of the report: measurements, bottleneck and forecast."""
+    for number, section in enumerate((_measurements, _bottleneck, _forecast)):
         yield from [""] * (number > 0)
         for line in section(study):
             indent = line[: len(line) - len(line.lstrip())]
@@ -24,12 +24,9 @@ def report_lines(study: Study) -> Iterator[str]:
 
 
 def _measurements(study: Study) -> Iterator[str]:
-    workload, machine = study.workload, study.machine
+    workload, capacity = study.workload, study.capacity
     batch = "" if workload.batch_size is None else f", batches of {workload.batch_size}"
-    yield (
-        f"{counted(workload.lanes, 'lane')}{batch}, {workload.nbytes / 1e6:.3g} MB of parameters, "
-        f"on {workload.device}"
-    )
+    yield f"{counted(workload.lanes, 'lane')}{batch}, on {workload.device}"
     runs = counted(max(map(len, study.timings.values())), "interleaved run")
     yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
     rows, parts = [["workers", "step", "speedup", "efficiency"]], [["workers", *PARTS]]
@@ -42,12 +39,12 @@ def _measurements(study: Study) -> Iterator[str]:
     yield from table(rows)
     yield "The parts of a step:"
     yield from table(parts)
-    if machine.load > BUSY * machine.capacity:
-        yield f"This machine was busy (load {machine.load:.1f}): measure again when it is idle."
-    if oversubscribed := [str(n) for n in study.timings if n > machine.capacity]:
+    if study.load > BUSY * capacity:
+        yield f"This machine was busy (load {study.load:.1f}): measure again when it is idle."
+    if oversubscribed := [str(n) for n in study.timings if n > capacity]:
         counts = ", ".join(oversubscribed)
         yield (
-            f"This machine has capacity for {counted(machine.capacity, 'worker')}. Measurements "
+            f"This machine has capacity for {counted(capacity, 'worker')}. Measurements "
             f"with {counts} workers, which share cores or GPUs, are excluded from the forecast."
         )
 
@@ -96,15 +93,6 @@ def _forecast(study: Study) -> Iterator[str]:
         rows.append([str(workers), _time_range(step), _factor(speedup), efficiency])
     if len(rows) > 1:
         yield from table(rows)
-    if check := study.check():
-        workers, expected = check
-        measured = study.step(workers)
-        error = f"{abs(measured.middle / expected.middle - 1):.0%} off the middle"
-        verdict = "within the range" if measured.middle in expected else error
-        yield (
-            f"Check: fewer workers forecast {_time_range(expected)} ms for {workers} workers; "
-            f"measured {_time_range(measured)}, {verdict}."
-        )
     yield (
         f"More than {counted(lanes, 'worker')} need more lanes (--lanes). With larger global "
         "batches, lanes of this size, and one lane per worker, a step takes "
@@ -114,29 +102,6 @@ def _forecast(study: Study) -> Iterator[str]:
         "A network between hosts is not included: run a few steps there, and compare the exchange "
         "on the page (samestep watch)."
     )
-
-
-def _largest_lane_batch(study: Study) -> Iterator[str]:
-    workers = max(study.within_capacity)
-    if study.workload.device != "cpu":
-        yield "Largest lane batch: memory is measured only for workers on CPUs."
-    elif study.memory is None:
-        yield (
-            "Largest lane batch: too noisy to estimate how memory grows with batch size; try a "
-            "larger batch."
-        )
-    else:
-        available = study.machine.available_bytes
-        largest = study.memory.largest_lane_batch(available / workers)
-        yield (
-            f"Largest lane batch: about {largest} samples with {counted(workers, 'worker')} in "
-            f"{available / 1e9:.3g} GB of free memory:"
-        )
-        yield (
-            f"  {study.memory.fixed / 1e6:.0f} MB per worker and "
-            f"{study.memory.per_sample / 1e6:.3g} MB per sample, from a line through two measured "
-            "lane batches."
-        )
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

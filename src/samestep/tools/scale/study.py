@@ -7,8 +7,14 @@ from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from samestep.tools.scale.timing import PARTS, Forecast, Range, StepTiming, fit_forecast
-from samestep.tools.scale.trials import MemoryModel, Workload
+from samestep.tools.scale.timing import (
+    PARTS,
+    Forecast,
+    Range,
+    StepTiming,
+    Workload,
+    fit_forecast,
+)
 
 Parts = Mapping[str, float]  # seconds by the name of a part of a step
 
@@ -58,29 +64,17 @@ def find_bottleneck(
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine with a core or GPU for each of `capacity` workers.
-
-    `load` is the number of running processes before the trials, and `available_bytes` the memory
-    that workers may share.
-    """
-
-    capacity: int
-    load: float
-    available_bytes: int
-
-
-@dataclass(frozen=True)
 class Study:
     """The timings of a workload at several worker counts, and the results that follow from them.
 
-    `part`, `step` and `waiting` are measured seconds.
+    The machine has a core or GPU for each of `capacity` workers; `load` is the number of running
+    processes before the trials. `part`, `step` and `waiting` are measured seconds.
     """
 
     workload: Workload
     timings: Mapping[int, Sequence[StepTiming]]
-    memory: MemoryModel | None
-    machine: Machine
+    capacity: int
+    load: float
 
     @property
     def fewest_workers(self) -> int:
@@ -93,7 +87,7 @@ class Study:
     @cached_property
     def within_capacity(self) -> dict[int, Sequence[StepTiming]]:
         """The timings of workers that do not share cores or GPUs, or else of the fewest workers."""
-        within = {n: runs for n, runs in self.timings.items() if n <= self.machine.capacity}
+        within = {n: runs for n, runs in self.timings.items() if n <= self.capacity}
         return within or {self.fewest_workers: self.timings[self.fewest_workers]}
 
     def part(self, workers: int, name: str) -> Range:
@@ -137,16 +131,9 @@ class Study:
             counts.append(workers)
         return counts
 
-    def check(self) -> tuple[int, Range] | None:
-        """Return the most workers, and their step as forecast from fewer; None if unknown."""
-        most_workers = max(self.within_capacity)
-        fewer = {n: runs for n, runs in self.within_capacity.items() if n < most_workers}
-        forecast = fit_forecast(fewer, self.workload.lanes) if fewer else None
-        return (most_workers, forecast.step(most_workers)) if forecast else None
-
     def to_json(self) -> dict[str, Any]:
         """Return all measurements and results as JSON values."""
-        bottleneck, forecast, check = self.bottleneck(), self.forecast, self.check()
+        bottleneck, forecast = self.bottleneck(), self.forecast
         return {
             "job": asdict(self.workload),
             "measured": {n: [*map(asdict, runs)] for n, runs in self.timings.items()},
@@ -158,11 +145,4 @@ class Study:
                 "constant": asdict(forecast.constant),
                 "steps": {n: asdict(forecast.step(n)) for n in self.forecast_workers()},
             },
-            "check": check
-            and {
-                "workers": check[0],
-                "step": asdict(check[1]),
-                "measured": asdict(self.step(check[0])),
-            },
-            "memory": self.memory and asdict(self.memory),
         }

@@ -1,4 +1,4 @@
-"""`samestep submit kubernetes`: manifests of an Indexed Job, a PyTorchJob or a TrainJob."""
+"""`samestep submit kubernetes`: manifests of an Indexed Job."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ LABEL: Final = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, because services have 
 MOST_LABEL: Final = 63
 QUANTITY: Final = r"\d+(\.\d+)?([KMGT]i?)?"
 PORT: Final = "29400"
+WORKER: Final = "worker"  # name of the container
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  a mount point, not a temporary file
 
 Manifest = dict[str, Any]
@@ -45,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--image", required=True, help="container image with samestep and the script")
-    kind = "job: an Indexed Job, for any cluster (default); the others need Kubeflow"
-    add("--kind", choices=KINDS, default="job", help=kind)
     add("--namespace", help="namespace of the job (default: that of kubectl)")
     claim = (
         "PersistentVolumeClaim that all pods mount at a path (default: the run's directory); "
@@ -94,13 +93,14 @@ class Pods:
         """Name of the secret with which several pods authenticate, None for a single pod."""
         return f"{self.training.name}-token" if self.training.nodes > 1 else None
 
-    def spec(self, container: str, master: str, **process: str) -> Manifest:
-        """Return the spec of a pod; `process` has further variables for a pod's only worker."""
+    def spec(self, master: str) -> Manifest:
+        """Return the spec of a pod; the first one has the host name `master`."""
         training = self.training
         options = {**training.environment, "SAMESTEP_DIR": training.directory}
         values = {name: _literal(value) for name, value in options.items()}
-        if training.workers_per_node == 1:
-            values |= process
+        if training.nodes > 1 and training.workers_per_node == 1:
+            world_size = str(training.nodes)
+            values |= {"WORLD_SIZE": world_size, "MASTER_ADDR": master, "MASTER_PORT": PORT}
         variables: list[Manifest] = [{"name": name, "value": values[name]} for name in values]
         if self.token_name:
             secret = {"name": self.token_name, "key": "token"}
@@ -113,7 +113,7 @@ class Pods:
             volumes[path] = {"name": f"claim-{number}", **source}
         mounts = [{"name": each["name"], "mountPath": path} for path, each in volumes.items()]
         worker = {
-            "name": container,
+            "name": WORKER,
             "image": self.image,
             "command": self._command(master),
             "env": variables,
@@ -151,12 +151,12 @@ def _literal(text: str) -> str:
 def manifests(arguments: argparse.Namespace) -> list[Manifest]:
     """Return the manifests of a job. Raises `ConfigError` for values that Kubernetes refuses."""
     training = training_of(arguments)
-    name, is_pytorch = training.name, arguments.kind == "pytorchjob"
-    last_pod = f"{name}-master-0" if is_pytorch else f"{name}-node-0-{training.nodes - 1}"
-    check_matches("--name", name, LABEL, "a DNS label of a-z, 0-9 and -, with a letter first")
+    last_pod = f"{training.name}-{training.nodes - 1}"
+    expected = "a DNS label of a-z, 0-9 and -, with a letter first"
+    check_matches("--name", training.name, LABEL, expected)
     if len(last_pod) > MOST_LABEL:
         too_long = f"{last_pod} has more than {MOST_LABEL} characters"
-        raise ConfigError(f"--name must be shorter, got {name}: {too_long}")
+        raise ConfigError(f"--name must be shorter, got {training.name}: {too_long}")
     check_matches("--namespace", arguments.namespace, NAMESPACE, "a DNS label of a-z, 0-9 and -")
     check_matches("--memory", training.memory, QUANTITY, "a quantity such as 64Gi")
     check_matches("--gpus", arguments.gpus, r"[1-9]\d*", "a number")
@@ -171,7 +171,7 @@ def manifests(arguments: argparse.Namespace) -> list[Manifest]:
             f"{training.nodes}; use -n 1, so that each pod is a worker with the Job's own rank"
         )
     pods = Pods(training, arguments.image, arguments.gpus, claims_of(arguments.claim, training))
-    manifests = KINDS[arguments.kind](pods)
+    manifests = indexed_job(pods)
     if pods.token_name:
         token = {"stringData": {"token": secrets.token_hex(32)}}
         manifests.insert(0, {**_manifest("v1", "Secret", pods.token_name), **token})
@@ -209,13 +209,11 @@ def indexed_job(pods: Pods) -> list[Manifest]:
     """Return an Indexed Job, and the headless service through which its pods find the first one."""
     name, nodes = pods.training.name, pods.training.nodes
     address, label = f"{name}-0.{name}", {"app.kubernetes.io/name": name}
-    process = {"WORLD_SIZE": str(nodes), "MASTER_ADDR": address, "MASTER_PORT": PORT}
     ignored = (
         {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"onExitCodes": {"containerName": "worker", "operator": "In", "values": [STOPPED]}},
+        {"onExitCodes": {"containerName": WORKER, "operator": "In", "values": [STOPPED]}},
     )
-    spec = pods.spec("worker", address, **(process if nodes > 1 else {}))
-    pod = {**spec, "restartPolicy": "Never", "subdomain": name}
+    pod = {**pods.spec(address), "restartPolicy": "Never", "subdomain": name}
     job = {
         "completionMode": "Indexed",
         "completions": nodes,
@@ -227,41 +225,3 @@ def indexed_job(pods: Pods) -> list[Manifest]:
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(label)}
     services = [_manifest("v1", "Service", name, service)] if nodes > 1 else []
     return [*services, _manifest("batch/v1", "Job", name, job)]
-
-
-def pytorch_job(pods: Pods) -> list[Manifest]:
-    """Return a PyTorchJob of Kubeflow; its operator sets the variables of a pod's only worker."""
-    name, nodes = pods.training.name, pods.training.nodes
-
-    def replicas(number: int) -> Manifest:
-        spec = pods.spec("pytorch", f"{name}-master-0")
-        # ExitCode restarts pods that exit with a status of 128 or more
-        return {"replicas": number, "restartPolicy": "ExitCode", "template": {"spec": spec}}
-
-    roles = {"Master": replicas(1), **({"Worker": replicas(nodes - 1)} if nodes > 1 else {})}
-    spec = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": roles}
-    return [_manifest("kubeflow.org/v1", "PyTorchJob", name, spec)]
-
-
-def train_job(pods: Pods) -> list[Manifest]:
-    """Return a TrainJob of Kubeflow's trainer; its runtime `torch-distributed` defines retries."""
-    pod = pods.spec("node", "$(PET_MASTER_ADDR)")
-    (container,) = pod["containers"]
-    mounts = {"name": container["name"], "volumeMounts": container["volumeMounts"]}
-    template = {"spec": {"template": {"spec": {**pod, "containers": [mounts]}}}}
-    patch = {"template": {"spec": {"replicatedJobs": [{"name": "node", "template": template}]}}}
-    trainer = {
-        **{name: container[name] for name in ("image", "command", "env")},
-        "numNodes": pods.training.nodes,
-        "numProcPerNode": pods.training.workers_per_node,
-        **({"resourcesPerNode": container["resources"]} if "resources" in container else {}),
-    }
-    spec = {
-        "runtimeRef": {"name": "torch-distributed"},
-        "trainer": trainer,
-        "runtimePatches": [{"manager": "samestep", "trainingRuntimeSpec": patch}],
-    }
-    return [_manifest("trainer.kubeflow.org/v1alpha1", "TrainJob", pods.training.name, spec)]
-
-
-KINDS: Final = {"job": indexed_job, "pytorchjob": pytorch_job, "trainjob": train_job}

@@ -19,6 +19,7 @@ from typing import Final
 
 from samestep.config import PREFIX, TOKEN, merge
 from samestep.errors import ConfigError, LaunchError
+from samestep.host import SIGNALED
 from samestep.launch.local import add_options, given_options
 
 SUMMARY: Final = "write an sbatch script that requeues itself after a snapshot, and submit it"
@@ -26,7 +27,7 @@ TIME: Final = r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"
 GRACE_SECONDS: Final = 120
 MOST_GRACE_SECONDS: Final = 65535  # the limit of sbatch --signal
 PRINTED: Final = "-"  # instead of a file name
-STOPPED: Final = 128 + signal.SIGTERM.value  # exit status after a snapshot on SIGTERM
+STOPPED: Final = SIGNALED + signal.SIGTERM  # exit status after a snapshot on SIGTERM
 
 
 @dataclass(frozen=True)
