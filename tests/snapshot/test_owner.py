@@ -67,6 +67,8 @@ def test_a_second_program_does_not_use_the_remote_of_the_first(tmp_path, job):
     assert before == {
         path: path.read_bytes() for path in (tmp_path / "far").rglob("*") if path.is_file()
     }
+    branch = run_python("a.py", **job("two", SAMESTEP_RESUME="one/step-00000003"))
+    assert "belongs to run" in branch.stderr
     words = f"file://{tmp_path}/far/step-00000003"
     assert f"pass resume={words} and an empty dir" in refused.stderr
     run_python("b.py", check=True, **job("two", SAMESTEP_RESUME=words))
@@ -231,13 +233,13 @@ def test_a_failing_storage_is_asked_again(far, monkeypatch):
 def test_a_directory_keeps_its_run_and_a_copy_of_it_is_another_holder(tmp_path):
     url = f"file://{tmp_path}/far"
     (tmp_path / "one").mkdir()
-    first = begin(Config(dir=tmp_path / "one", remote=url), "p", has_begun=False)
+    first = begin(tmp_path / "one", Config(remote=url), "p", has_begun=False)
     first[1].close()
     (tmp_path / "one").rename(tmp_path / "moved")
-    moved, remote = begin(Config(dir=tmp_path / "moved", remote=url), "p", has_begun=False)
+    moved, remote = begin(tmp_path / "moved", Config(remote=url), "p", has_begun=False)
     assert replace(moved, dir=first[0].dir) == first[0]
     shutil.copytree(tmp_path / "moved", tmp_path / "copy")
-    copy = begin(Config(dir=tmp_path / "copy"), "p", has_begun=False)[0]
+    copy = begin(tmp_path / "copy", Config(), "p", has_begun=False)[0]
     assert replace(copy, dir=moved.dir) == moved
     holder = json.loads((tmp_path / "far" / NAME).read_text())["holder"]
     assert holder == module._holder(tmp_path / "moved", moved)

@@ -153,15 +153,15 @@ def names_remote(config: Config) -> bool:
     return is_url(config.resume) and folder == (config.remote or "").rstrip("/")
 
 
-def begin(config: Config, program: str, *, has_begun: bool) -> tuple[Owner, RemoteOwner | None]:
+def begin(
+    directory: Path, config: Config, program: str, *, has_begun: bool
+) -> tuple[Owner, RemoteOwner | None]:
     """Return the run in a directory, a new one at its first start, and its entry at the remote.
 
     A new directory goes on with the run at the remote if the user named one of its snapshots, or
     if script, modules, arguments and settings are the same, as on a replaced machine. Raises
     `ConfigError` if the remote is another run's, or if another process writes there.
     """
-    directory = config.dir
-    assert directory is not None  # noqa: S101
     stored, has_snapshots = load(directory), bool(list_snapshots(directory))
     owner = Owner(
         stored.id if stored else secrets.token_hex(8),
@@ -176,8 +176,11 @@ def begin(config: Config, program: str, *, has_begun: bool) -> tuple[Owner, Remo
     remote = None if config.remote is None else RemoteOwner(config.remote, owner)
     if remote is not None and not (has_begun and stored):
         with suppress(StorageError):  # `hold` tries again during the run
-            is_new = stored is None or not has_snapshots
-            owner = remote.decide(is_new=is_new, is_named=names_remote(config))
+            is_named = names_remote(config)
+            is_new = (stored is None or not has_snapshots) and (
+                is_named or config.resume in {"auto", "never"}  # otherwise of another history
+            )
+            owner = remote.decide(is_new=is_new, is_named=is_named)
     if owner != stored:
         store(directory, owner)
     if remote is not None:
@@ -266,15 +269,17 @@ class RemoteOwner:
 
     def _refusal(self, entry: Owner, *, is_new: bool = False) -> str:
         names, owner = self._names(), str(self._owner)
-        newest = f"{self.url}/{names[-1] if names else 'step-…'}"
         if is_new:
             owner = f"a new one ({self._owner.script} in {self._owner.dir})"
             owner += " with other files, arguments or settings"
-        return (
-            f"remote {self.url} belongs to run {entry}, but this is {owner}: use another remote. "
-            f"To go on with that run here, pass resume={newest} and an empty dir; to start a new "
-            "run from its state, pass the same and another remote"
-        )
+        advice = f"It has no snapshots: if that run is over, remove {self.url}/{NAME}"
+        if names:
+            advice = (
+                f"To go on with that run here, pass resume={self.url}/{names[-1]} and an empty "
+                "dir; to start a new run from its state, pass the same and another remote"
+            )
+        text = f"remote {self.url} belongs to run {entry}, but this is {owner}"
+        return f"{text}: use another remote. {advice}"
 
     def start(self, owner: Owner, holder: str, *, at_once: bool) -> None:
         """Hold the remote until `close`; wait for the answer if `at_once`.

@@ -154,7 +154,8 @@ def find_owner(
 
     `program` describes rank 0's program. Raises the errors of `begin`, on rank 0.
     """
-    if config.dir is None:
+    directory = config.dir
+    if directory is None:
         return None, None
     results: list[tuple[Owner, RemoteOwner | None]] = []
     errors: list[BaseException] = []
@@ -162,7 +163,7 @@ def find_owner(
     def begin_run() -> list[str]:
         try:
             digest = hashlib.sha256(json.dumps(program, sort_keys=True).encode()).hexdigest()[:16]
-            results.append(begin(config, digest, has_begun=has_begun))
+            results.append(begin(directory, config, digest, has_begun=has_begun))
         except BaseException as error:  # noqa: BLE001  raised below, in the main thread
             errors.append(error)
         return []
