@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -230,6 +231,30 @@ def test_a_lost_response_is_not_a_conflict_but_another_file_is(far, storage, mon
     ):
         storage.create("manifest", b"yours")
     assert storage.read("manifest", 0, 4) == b"mine"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_two_runs_create_at_the_same_instant_is_that_of_one(
+    tmp_path, monkeypatch, has_links
+):
+    storage, other = (Storage(f"file://{tmp_path}", HASTY) for _ in range(2))
+    sync, theirs = module.sync, [b"theirs"] if has_links else []
+
+    def sync_while_another_run_creates_it(path):
+        sync(path)
+        if theirs and path.name.endswith(".tmp"):  # it is complete, but has no name yet
+            (tmp_path / "manifest").write_bytes(theirs.pop())
+
+    def link(*_):
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(module, "sync", sync_while_another_run_creates_it)
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
+        other.create("manifest", b"theirs")
+    with pytest.raises(StorageError, match="another run wrote this file"):
+        storage.create("manifest", b"mine")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"manifest": b"theirs"}
 
 
 def test_a_storage_without_conditional_writes_works(far, storage, monkeypatch):

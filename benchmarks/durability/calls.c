@@ -174,12 +174,15 @@ int unlinkat(int folder, const char *text, int flags) {
     PATH(folder, text);
     CALL(flags & AT_REMOVEDIR ? "rmdir" : "unlink", -1, folder, text, flags);
 }
-int rename(const char *text, const char *to) {
-    REAL(int, "rename", const char *, const char *);
-    PATH(AT_FDCWD, text);
-    char room[PATH_MAX];
-    const char *other = path ? below(room, AT_FDCWD, to) : NULL;
-    int result = fails("rename", path) ? -1 : real(text, to);
-    done("rename", path, result, 0, -1, other ? other : "", NULL);
-    return result;
+/* A call that gives the file at `text` the name `to`. */
+#define NAMING(name) int name(const char *text, const char *to) { \
+    REAL(int, #name, const char *, const char *); \
+    PATH(AT_FDCWD, text); \
+    char room[PATH_MAX]; \
+    const char *other = path ? below(room, AT_FDCWD, to) : NULL; \
+    int result = fails(#name, path) ? -1 : real(text, to); \
+    done(#name, path, result, 0, -1, other ? other : "", NULL); \
+    return result; \
 }
+NAMING(rename)
+NAMING(link)

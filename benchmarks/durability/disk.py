@@ -175,11 +175,11 @@ def replay(calls: Sequence[Call]) -> Folder:
 
 def _renamed(call: Call, name: str, entry: Any) -> Entries:
     """Return the names in a folder that a call changes."""
-    if call.name == "rename":
+    if call.name in {"rename", "link"}:
         folder, _, other = call.other.rpartition("/")
         if f"{folder}/{name}" != call.path:
-            raise ValueError(f"expected a rename within {folder}, got {call.path}")
-        return {name: None, other: entry}
+            raise ValueError(f"expected a {call.name} within {folder}, got {call.path}")
+        return {other: entry} if call.name == "link" else {name: None, other: entry}
     if call.name in {"unlink", "rmdir"}:
         return {name: None}
     if call.name == "mkdir":

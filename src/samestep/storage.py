@@ -31,6 +31,8 @@ _FINAL: Final = (
     FileExistsError, FileNotFoundError, ImportError, IsADirectoryError, LookupError,
     NotADirectoryError, NotImplementedError, PermissionError, TypeError, ValueError,
 )  # fmt: skip
+# of file systems without hard links
+_NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 _UPLOADS: Final = 4  # parts of a file (50 MB each) that s3fs holds in memory at a time
 _PASSWORD: Final = re.compile(r"://[^/@:]*:[^/]*@")
 _S3: Final = {"s3", "s3a"}
@@ -101,22 +103,40 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, *, is_new: bool = False) -> Iterator[Path]:
     """Yield a path where nothing is yet; on success, it durably replaces `path` in one step.
 
-    A directory replaces only an empty one, and whoever fills it syncs its files.
+    A directory replaces only an empty one, and whoever fills it syncs its files. A file that
+    `is_new` replaces nothing: raises `FileExistsError` instead.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _remove(temporary)  # left by a killed process with the same ID, or a link to another file
     try:
         yield temporary
         sync(temporary)
-        temporary.replace(path)
+        if is_new:
+            _give_new_name(temporary, path)
+        else:
+            temporary.replace(path)
         sync(path.parent)
     except BaseException:
         with suppress(OSError):
             _remove(temporary)
         raise
+
+
+def _give_new_name(temporary: Path, path: Path) -> None:
+    """Rename a file. Raises `FileExistsError`, also if `path` appears at the same instant."""
+    try:
+        os.link(temporary, path)  # exclusive, unlike a rename
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        temporary.replace(path)
+    else:
+        temporary.unlink()
 
 
 def _remove(path: Path) -> None:
@@ -356,10 +376,8 @@ def _durable(files: Any, target: str, *, is_new: bool = False) -> Iterator[str]:
         yield target
         return
     make_directory(Path(target).parent)
-    with atomic_path(Path(target)) as temporary:
+    with atomic_path(Path(target), is_new=is_new) as temporary:
         yield str(temporary)
-        if is_new and Path(target).exists():
-            raise FileExistsError(target)
 
 
 def _create(files: Any, target: str, data: bytes) -> None:

@@ -63,6 +63,15 @@ def test_what_was_not_synced_is_lost_torn_or_reordered(tmp_path):
     assert left(tmp_path, synced, "content") == {AFTER}
 
 
+def test_a_link_gives_a_file_a_second_name(tmp_path):
+    linked = [*REPLACED[:6], call("link", "run/a", other="run/c"), call("unlink", "run/a")]
+    both, second = (("run/a", b"old"),), (("run/c", b"old"),)
+    states = {(("run", None), *names) for names in ((), both, second, both + second)}
+    assert left(tmp_path, linked, "none") == {(("run", None), *second)}
+    assert left(tmp_path, linked, "some") == states
+    assert left(tmp_path, [*linked, call("fsync", "run")], "all") == {(("run", None), *second)}
+
+
 def test_no_failed_call_and_no_power_loss_loses_anything():
     needs("gcc")
     command = [sys.executable, "-m", "benchmarks.durability", "--sample", "6", "8"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import warnings
 from contextlib import suppress
@@ -20,6 +21,7 @@ from samestep.snapshot.commit import CommitProtocol, combine
 from samestep.snapshot.dcp import METADATA, read_dcp
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import NAME, Manifest
+from samestep.snapshot.owner import Owner
 from samestep.snapshot.state import canonical, flatten, no_tensor, restore
 from tests.fuzz import mutate
 from tests.fuzz.target import Target
@@ -81,6 +83,16 @@ def _read(folder: Path) -> list[Target]:
             (place / name).write_bytes(content)
         return place
 
+    owner = json.loads(Owner("0" * 16, "/runs/one", "train.py", origin=("1" * 16, 3)).to_bytes())
+
+    def changed_owner(random: Random) -> bytes:
+        return mutate.as_json(random, mutate.of_json(random, owner))
+
+    def read_owner(data: bytes) -> None:
+        read = Owner.from_bytes(data, "run")
+        assert str(read).isprintable()
+        assert Owner.from_bytes(read.to_bytes(), "run") == read or math.isnan(read.beat)
+
     def state(random: Random) -> Any:
         changed = mutate.of_json(random, plain)
         with suppress(RecursionError, ValueError):
@@ -90,6 +102,7 @@ def _read(folder: Path) -> list[Target]:
     return [
         Target("manifest", manifest, Manifest.from_bytes, (SnapshotError,)),
         Target("snapshot", snapshot, load, (SnapshotError,)),
+        Target("owner", changed_owner, read_owner, (SnapshotError,)),
         Target("state", state, lambda flattened: restore(flattened, no_tensor), (SnapshotError,)),
     ]
 

@@ -195,6 +195,42 @@ def test_the_row_of_a_long_record_is_known_before_it_is_read(tmp_path):
     assert view.table_row() == read
 
 
+def settings_of(directory, *events):
+    row = view_of(directory, *events).table_row()
+    return row["settings"], row["environment"]
+
+
+def changed(step, lr, kind="resumed", **fields):
+    settings = {"optimizer": {"lr": lr, "name": "sgd"}, "epochs": 2}
+    environment = {"arguments": f"--lr {lr}", "setting optimizer.lr": str(lr), "torch": "2.13"}
+    return started(step, kind=kind, settings=settings, environment=environment, **fields)
+
+
+def shown(lr, arguments):
+    settings = {"optimizer": {"lr": lr, "name": "sgd"}, "epochs": 2}
+    return settings, {"arguments": arguments, "torch": "2.13"}
+
+
+def test_a_setting_that_changed_at_a_resume_has_both_values(tmp_path):
+    events = [changed(0, 0.1, "started"), loop(0), changed(8, 0.5), loop(8), changed(9, 0.5)]
+    both = shown("0.1 → 0.5", "--lr 0.1 → --lr 0.5")  # the optimizer's state has the old one
+    assert settings_of(tmp_path / "a", *events[:1]) == shown(0.1, "--lr 0.1")
+    assert settings_of(tmp_path / "b", *events) == both
+    back = [*events, loop(9), changed(4, 0.1)]  # before the change
+    assert settings_of(tmp_path / "c", *back) == shown(0.1, "--lr 0.1")
+    thrice = [*events, loop(9), changed(12, 1)]
+    assert settings_of(tmp_path / "d", *thrice)[0] == shown("0.1 → 0.5 → 1", "")[0]
+    for number, fields in enumerate(({"kind": "started"}, {"continues": False})):
+        anew = [*events, changed(8, 0.5, **fields)]
+        assert settings_of(tmp_path / f"e{number}", *anew) == shown(0.5, "--lr 0.5")
+
+
+def test_a_start_without_a_step_changes_no_setting(tmp_path):
+    events = [changed(0, 0.1, "started"), loop(0), {"event": "finished", "step": 8}]
+    events += [changed(8, 0.5), {"event": "finished", "step": 8}]
+    assert settings_of(tmp_path, *events) == shown(0.1, "--lr 0.1")
+
+
 @pytest.mark.parametrize("steps", [0, 10, 500])
 def test_a_record_without_a_start_at_its_begin_has_to_be_read(tmp_path, steps):
     write(tmp_path, *[scalars(step, loss=1.0) for step in range(steps)])

@@ -53,8 +53,9 @@ from samestep.run.process import (
 from samestep.run.progress import Progress
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
+from samestep.snapshot.owner import Owner, store
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
-from samestep.snapshot.resume import Downloads, last_own_step, load_from, load_newest
+from samestep.snapshot.resume import Downloads, find_owner, last_own_step, load_from, load_newest
 from samestep.step.deterministic import replaced_kernels
 from samestep.step.lane_engine import LaneEngine
 
@@ -126,12 +127,21 @@ class Session:
             stages=self.devices[0].type == "cpu",
         )
         has_begun = in_memory.has_begun(attempt_number) and not config.read_only
+        self._owner, self._remote_owner = find_owner(
+            config, world, self._describe_program(), has_begun=has_begun
+        )
+        if self._remote_owner is not None:
+            self._exits.callback(self._remote_owner.close)
         # Before the lane engine, because a resumed run has the lanes of its snapshot. The state
         # waits in memory until the script tracks the objects that it belongs to.
         if config.read_only:
             resumed = find_snapshot_of_others(self._source, world, self.record, in_memory)
         else:
-            resumed = find_snapshot(config, world, self.record, in_memory, has_begun=has_begun)
+            resumed = find_snapshot(
+                config, world, self.record, in_memory, self._owner, has_begun=has_begun
+            )
+        if self._owner is not None and resumed is not None:
+            self._owner = self._note_origin(self._owner, resumed)
         self._has_resumed = resumed is not None
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
@@ -139,7 +149,7 @@ class Session:
         attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
         # Only a start by the user can begin another history. Replacement workers continue this one.
         if is_main and not has_begun:
-            set_other_snapshots_aside(config, resumed, attempt, self.record)
+            set_other_snapshots_aside(config, resumed, attempt, self.record, self._owner)
         modules: list[torch.nn.Module] = []  # replicated
         self.lanes = self._make_lanes(lanes, modules)
         workers = self._gather_workers()
@@ -185,6 +195,8 @@ class Session:
             resumed,
             in_memory,
             tracked=tracked,
+            owner=self._owner,
+            remote_owner=self._remote_owner,
             check_models=self.lanes.check_models,
             compare=None if is_observed() else self.divergence.compare,
         )
@@ -281,9 +293,7 @@ class Session:
             "environment": environment_of_results(self.config, self.devices),
         }
         if not self.config.read_only:  # an evaluation is another program
-            worker["environment"] |= digests_of_program()
-            if self._process.rank == 0:  # some launchers pass ranks in arguments
-                worker["environment"] |= inputs_of_program(self._settings)
+            worker["environment"] |= self._describe_program()
         workers = self.world.all_gather_json(worker, "starting")
         first = workers[0]["environment"]
         changes = (
@@ -299,6 +309,25 @@ class Session:
                 lines,
             )
         return workers
+
+    def _describe_program(self) -> dict[str, str]:
+        program = digests_of_program()
+        if self._process.rank == 0:  # some launchers pass ranks in arguments
+            program |= inputs_of_program(self._settings)
+        return program
+
+    def _note_origin(self, owner: Owner, resumed: Snapshot) -> Owner:
+        """Return the run once it knows where it started; say if that is no snapshot of its own."""
+        started = owner.started_from(resumed)
+        if self._process.rank > 0 or self.config.dir is None:
+            return started
+        if text := owner.describe_start(resumed):
+            announce(text)
+        if started != owner:
+            store(self.config.dir, started)
+            if self._remote_owner is not None:
+                self._remote_owner.update(started)
+        return started
 
     def _check_exchange(self) -> None:
         """Tell the launcher about NCCL, whose errors end processes; warn of a slow exchange."""
@@ -349,7 +378,8 @@ class Session:
             step=self.progress.step,
             epoch=self.progress.epoch,
             snapshot=None if resumed is None else str(resumed.path),
-            continues=last_own_step(self.config, resumed) >= 0,
+            continues=last_own_step(self.config, resumed, self._owner) >= 0,
+            **({} if self._owner is None else {"run": self._owner.id}),
             lanes=self.config.lanes,
             exchange=self.world.backend,
             workers=[
@@ -452,9 +482,15 @@ class Session:
 
 
 def find_snapshot(
-    config: Config, world: World, record: Record, in_memory: InMemorySnapshots, *, has_begun: bool
+    config: Config,
+    world: World,
+    record: Record,
+    in_memory: InMemorySnapshots,
+    owner: Owner | None,
+    *,
+    has_begun: bool,
 ) -> Snapshot | None:
-    """Load the snapshot that the run resumes from, the same one on all workers.
+    """Load the snapshot that the run `owner` resumes from, the same one on all workers.
 
     A run that had begun before its workers were killed continues from its newest snapshot, in
     memory or on disk, whatever `resume` says.
@@ -471,7 +507,7 @@ def find_snapshot(
         if not has_begun and config.remote is not None and config.dir is not None:
             downloads = Downloads(config.remote, config.dir, world)
         memory = in_memory if has_begun else None  # otherwise of another history
-        newest = load_newest(config.dir, world, report_rejected, memory, downloads)
+        newest = load_newest(config.dir, world, report_rejected, memory, downloads, owner)
         if newest is not None:
             return newest
     if config.resume in {"auto", "never"}:  # nothing was found, or nothing is wanted
@@ -491,7 +527,7 @@ def find_snapshot_of_others(
     """
 
     def find(options: Config) -> Snapshot | None:
-        return find_snapshot(options, world, record, in_memory, has_begun=False)
+        return find_snapshot(options, world, record, in_memory, None, has_begun=False)
 
     local = replace(config, remote=None)
     while not is_url(config.resume):
@@ -521,7 +557,7 @@ def find_snapshot_of_others(
 
 
 def set_other_snapshots_aside(
-    config: Config, resumed: Snapshot | None, attempt: str, record: Record
+    config: Config, resumed: Snapshot | None, attempt: str, record: Record, owner: Owner | None
 ) -> None:
     """Move snapshots of other histories to a separate directory if `resume` names the start.
 
@@ -529,7 +565,7 @@ def set_other_snapshots_aside(
     """
     if config.dir is None or config.resume == "auto":
         return
-    start = last_own_step(config, resumed)
+    start = last_own_step(config, resumed, owner)
     current = None if resumed is None else resumed.path  # perhaps a download
     later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
     others = [path for path in later if path != current]

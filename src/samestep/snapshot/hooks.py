@@ -21,6 +21,7 @@ from samestep.errors import SnapshotError
 from samestep.record.sinks import find_function
 from samestep.snapshot.commit import choose
 from samestep.snapshot.manifest import NAME, Manifest
+from samestep.snapshot.owner import RemoteOwner
 from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 from samestep.snapshot.remote import (
     RemoteDirectory,
@@ -149,7 +150,8 @@ class Mirror(Hook):
     `keep_last` and `keep_best` apply to the snapshots of both sides together. Every pass compares
     both sides, so it completes the work of an interrupted pass or process. `set_aside` is (a step,
     a folder): remote snapshots of later steps belong to another history, and the first pass moves
-    them to that folder. `report(kind, **fields)` runs in another thread.
+    them to that folder. Snapshots of runs other than the `owner`'s stay where they are.
+    `report(kind, **fields)` runs in another thread.
     """
 
     def __init__(
@@ -161,8 +163,10 @@ class Mirror(Hook):
         keep_best: int,
         report: Callable[..., object],
         set_aside: tuple[int, str] | None = None,
+        owner: RemoteOwner | None = None,
     ) -> None:
         self._remote, self._directory, self._report = remote, directory, report
+        self._owner = owner
         self._keep_last, self._keep_best, self._set_aside = keep_last, keep_best, set_aside
         self._failure: str | None = None
         super().__init__("copy snapshots")
@@ -202,6 +206,8 @@ class Mirror(Hook):
         # Both sides are listed again in every pass. Nothing is remembered, so it does not matter
         # where an earlier pass or process was interrupted.
         names = self._remote.names()
+        if self._owner is not None:
+            self._owner.hold()
         if self._set_aside is not None:
             # Before anything is compared: these would count as newer than what the run writes now.
             names = self._without_later(names, *self._set_aside)
@@ -241,6 +247,8 @@ class Mirror(Hook):
         for path in list_snapshots(self._directory):
             with suppress(SnapshotError):
                 name, manifest = Path(path.name), inspect(path)
+                if self._owner is not None and not self._owner.owns(manifest.info, manifest.step):
+                    continue
                 manifests[name] = manifest if _is_same(manifest, remote.get(name)) else check(path)
         return manifests
 
@@ -280,11 +288,20 @@ def _is_same(manifest: Manifest, other: Manifest | None) -> bool:
 class PostCommitHooks:
     """The hooks of the options `remote` and `transfer`, on the one worker that `acts`.
 
-    `start` is the step that the run continues from, or -1. Raises `ConfigError` if an option is
-    wrong.
+    `start` is the step that the run continues from, or -1, and `owner` its entry at the remote.
+    Raises `ConfigError` if an option is wrong.
     """
 
-    def __init__(self, config: Config, *, acts: bool, attempt: str, start: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        acts: bool,
+        attempt: str,
+        start: int,
+        owner: RemoteOwner | None = None,
+    ) -> None:
+        self._owner = owner
         self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
         self._hooks: list[Hook] = []
         if not acts or config.dir is None:
@@ -305,7 +322,14 @@ class PostCommitHooks:
                 set_superseded(config.dir, remote.url, *set_aside)
             limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
             # starts with a pass
-            mirror = Mirror(remote, config.dir, **limits, report=self._queue, set_aside=set_aside)
+            mirror = Mirror(
+                remote,
+                config.dir,
+                **limits,
+                report=self._queue,
+                set_aside=set_aside,
+                owner=owner,
+            )
             self._hooks.append(mirror)
 
     def _queue(self, kind: str, **fields: Any) -> None:
@@ -315,6 +339,11 @@ class PostCommitHooks:
         """Pass a snapshot to all hooks."""
         for hook in self._hooks:
             hook.on_commit(path)
+
+    def check(self) -> None:
+        """Raise `SnapshotError` if another process writes to the remote."""
+        if self._owner is not None:
+            self._owner.check()
 
     def report_events(self, report: Callable[..., object]) -> None:
         """Report the events since the last call, in the calling thread."""

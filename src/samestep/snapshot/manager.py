@@ -16,6 +16,7 @@ from samestep.errors import SnapshotError
 from samestep.record import Record
 from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.owner import Owner, RemoteOwner
 from samestep.snapshot.part import Contribution
 from samestep.snapshot.read import Snapshot
 from samestep.snapshot.resume import last_own_step
@@ -113,9 +114,9 @@ def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 class SnapshotManager:
     """Saves snapshots at intervals of steps or minutes, on request, and at the end.
 
-    Without a directory, it saves none on disk. `check_models()` and `compare(step, shared)` run
-    before each snapshot, the latter with the states of tracked objects that are not sharded: it
-    waits for all workers, and raises an exception if these states differ.
+    Without a directory, it saves none on disk. They name the run `owner`. `check_models()` and
+    `compare(step, shared)` run before each snapshot, the latter with the states of tracked objects
+    that are not sharded: it waits for all workers, and raises an exception if these states differ.
     """
 
     def __init__(
@@ -129,6 +130,8 @@ class SnapshotManager:
         in_memory: InMemorySnapshots,
         *,
         tracked: Tracked,
+        owner: Owner | None = None,
+        remote_owner: RemoteOwner | None = None,
         check_models: Callable[[], object] = lambda: None,
         compare: Callable[[int, States], object] | None = None,
     ) -> None:
@@ -137,14 +140,16 @@ class SnapshotManager:
         self._compare = compare or (lambda *_: world.barrier("starting a snapshot"))
         self._stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
-        self._environment = dict(environment)
+        self._environment, self._owner = dict(environment), owner
         # the last one on disk
         self._saved_step = None if resumed is None or resumed.in_memory else resumed.step
         self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
         self._warned = self._prepared  # that nothing is tracked
-        start = last_own_step(config, resumed)
-        self._hooks = PostCommitHooks(config, acts=world.rank == 0, attempt=attempt, start=start)
+        start = last_own_step(config, resumed, owner)
+        self._hooks = PostCommitHooks(
+            config, acts=world.rank == 0, attempt=attempt, start=start, owner=remote_owner
+        )
         self._writer: SnapshotWriter | None = None
         # All workers write, each its part. Only rank 0 commits and removes, and only it runs hooks.
         if config.dir is not None:
@@ -199,6 +204,7 @@ class SnapshotManager:
         # The run ends at the next step after a failed save, rather than train without snapshots.
         self._writer.raise_if_failed()
         self._hooks.report_events(self._record.event)
+        self._hooks.check()
         if not self._prepared and self.is_enabled:
             self._prepared = True
             if not self.in_memory.can_stage:  # otherwise the slots serve as the buffer
@@ -290,6 +296,7 @@ class SnapshotManager:
             "workers": self._world.size,
             "epoch": run["epoch"],
             "environment": self._environment,
+            **({"run": self._owner.label} if self._owner is not None else {}),
         }
 
     def finish(self) -> None:

@@ -61,7 +61,8 @@ class Snapshot:
         path (Path): Directory of the snapshot. One in memory has no directory, only this name.
         step (int): Number of completed steps.
         info (Mapping[str, Any]): What the run recorded about itself: `lanes`, `seed`, `workers`,
-            `epoch` and `environment` (versions, threads and devices).
+            `epoch`, `environment` (versions, threads and devices) and `run` (its `id`, `dir` and
+            `script`).
         score (float | None): The score that `run.snapshot` got.
         state (dict[str, Any]): What `load_state_dict` accepts, for each tracked object by the name
             that `run.track` got, and for the run itself as `run`. Tensors are on the CPU.

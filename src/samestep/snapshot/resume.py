@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from samestep.config import Config, is_url
 from samestep.errors import ConfigError, SamestepError, SnapshotError
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manifest import NAME
+from samestep.snapshot.owner import Owner, RemoteOwner, begin, names_remote
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.remote import RemoteDirectory, superseded
 from samestep.storage import StorageError
@@ -97,23 +100,27 @@ class Downloads:
             )
 
     def _run_together(self, job: Callable[[], list[str]] | None, what: str) -> list[_Result]:
-        """Run the workers' jobs and return the results by rank.
-
-        All workers communicate every second, so that no exchange times out during a long job.
-        """
-        future: Future[_Result] = Future()
-        work = threading.Thread(target=lambda: future.set_result(_run(job)), name=what, daemon=True)
-        work.start()
-        # A worker whose job is done keeps answering until all are done.
-        gathered: list[Any] = [None]
-        while None in gathered:
-            wait([future], POLL_SECONDS)
-            result = asdict(future.result()) if future.done() else None
-            gathered = self._world.all_gather_json(result, what)
-        results = [_Result(**fields) for fields in gathered]
+        results = run_together(self._world, job, what)
         unanswered = (result.fault for result in results if result.unanswered)
         self._unanswered = next(unanswered, self._unanswered)
         return results
+
+
+def run_together(world: World, job: Callable[[], list[str]] | None, what: str) -> list[_Result]:
+    """Run the workers' jobs and return the results by rank.
+
+    All workers communicate every second, so that no exchange times out during a long job.
+    """
+    future: Future[_Result] = Future()
+    work = threading.Thread(target=lambda: future.set_result(_run(job)), name=what, daemon=True)
+    work.start()
+    # A worker whose job is done keeps answering until all are done.
+    gathered: list[Any] = [None]
+    while None in gathered:
+        wait([future], POLL_SECONDS)
+        result = asdict(future.result()) if future.done() else None
+        gathered = world.all_gather_json(result, what)
+    return [_Result(**fields) for fields in gathered]
 
 
 def _run(job: Callable[[], list[str]] | None) -> _Result:
@@ -140,6 +147,36 @@ def load_from(url: str, directory: Path, world: World) -> Snapshot:
     return Downloads(folder, directory, world).load(name)
 
 
+def find_owner(
+    config: Config, world: World, program: Mapping[str, str], *, has_begun: bool
+) -> tuple[Owner | None, RemoteOwner | None]:
+    """Return the run in a directory, and on rank 0 its entry at the remote; collective.
+
+    `program` describes rank 0's program. Raises the errors of `begin`, on rank 0.
+    """
+    directory = config.dir
+    if directory is None:
+        return None, None
+    results: list[tuple[Owner, RemoteOwner | None]] = []
+    errors: list[BaseException] = []
+
+    def begin_run() -> list[str]:
+        try:
+            digest = hashlib.sha256(json.dumps(program, sort_keys=True).encode()).hexdigest()[:16]
+            results.append(begin(directory, config, digest, has_begun=has_begun))
+        except BaseException as error:  # noqa: BLE001  raised below, in the main thread
+            errors.append(error)
+        return []
+
+    # the remote may not respond for a while
+    run_together(world, begin_run if world.rank == 0 else None, "looking for the run")
+    if errors:
+        raise errors[0]
+    owner, remote = results[0] if results else (None, None)
+    fields = world.broadcast_json(None if owner is None else asdict(owner), "looking for the run")
+    return owner or Owner.from_json(fields), remote
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A snapshot to resume from; `reject(reason=...)` reports a fault in it."""
@@ -156,6 +193,7 @@ def load_newest(
     report: Callable[..., object],
     in_memory: InMemorySnapshots | None = None,
     downloads: Downloads | None = None,
+    owner: Owner | None = None,
 ) -> Snapshot | None:
     """Load the newest snapshot that is complete for every worker, None if there is none.
 
@@ -163,7 +201,7 @@ def load_newest(
     check and load it together. Calls `report("snapshot_rejected", path=..., reason=...)` or
     `report("in_memory_snapshot_rejected", reason=...)` for each newer one with a fault. Raises
     `SnapshotError` if none can be loaded, but the directory, or a remote storage that failed, has
-    one.
+    one, and `ConfigError` if it is not of the run `owner`.
     """
     reason = ""  # why the newest one that was committed cannot be loaded
     for candidate in _candidates(directory, world, report, in_memory, downloads):
@@ -175,6 +213,8 @@ def load_newest(
         # Collective: either all workers use a candidate, or all try the next older one.
         faults = list(filter(None, world.all_gather_json(fault, "loading a snapshot")))
         if not faults:
+            if owner is not None and snapshot is not None:
+                owner.check(snapshot)
             return snapshot
         candidate.reject(reason=faults[0])
         # A run must not silently start over beside snapshots that it cannot read now.
@@ -221,18 +261,18 @@ def _candidates(
     return sorted(candidates, key=attrgetter("step"), reverse=True)
 
 
-def last_own_step(config: Config, resumed: Snapshot | None) -> int:
+def last_own_step(config: Config, resumed: Snapshot | None, owner: Owner | None = None) -> int:
     """Return up to which step snapshots in `dir` belong to the history that the run continues.
 
-    It is -1 if none do: the run is new, or continues a snapshot in another directory, or one that
-    was downloaded from a URL other than `remote`.
+    It is -1 if none do: the run `owner` is new, or continues a snapshot of another run, one in
+    another directory, or one that was downloaded from a URL other than `remote`.
     """
-    if resumed is None or config.dir is None:
+    if resumed is None or config.dir is None or (owner and owner.is_of_another_run(resumed)):
         return -1
     if resumed.in_memory:
         return resumed.step
-    folder, _, name = config.resume.rstrip("/").rpartition("/")
+    name = config.resume.rstrip("/").rpartition("/")[2]
     # Downloaded from elsewhere, a snapshot starts a new history in `dir`.
-    is_foreign = is_url(config.resume) and folder != (config.remote or "").rstrip("/")
+    is_foreign = is_url(config.resume) and not names_remote(config)
     is_in_dir = resumed.path.resolve().parent == config.dir.resolve()
     return resumed.step if is_in_dir and not (is_foreign and resumed.path.name == name) else -1

@@ -32,6 +32,7 @@ SYSTEM: Final = "system"
 # events of other processes and threads, which go on while workers wait
 APART: Final = ("sink", "image", "images_dropped")
 LONGEST_TEXT: Final = 1000
+MOST_CHANGES: Final = 8  # of settings, that are shown
 MOST_SCALARS: Final = 10_000  # by name: each takes about 1 KB, but only some bytes of a record
 GOOD, BAD, INFO = "good", "bad", "info"
 
@@ -96,6 +97,8 @@ class RunState:
         self.started: float | None = None
         self.updated: float | None = None
         self.start: Event = {}
+        # of the starts that changed settings: the step, settings and environment
+        self.inputs: list[tuple[float, Any, Any]] = []
         self.commit: str | None = None  # of git
         self.attempts = 0
         self.step = 0.0
@@ -110,6 +113,7 @@ class RunState:
         self._earlier_seconds = 0.0  # of all starts before the last one
         self._started_at: float | None = None  # the last start
         self._trained: tuple[Event, Event] | None = None  # the last start with a loop, and the loop
+        self._trained_inputs = self.inputs  # until then
         self._image_count = 0
         self._has_many = False  # more scalars than are shown
 
@@ -163,6 +167,7 @@ class RunState:
         self.state = STATES.get(kind, self.state)
         if kind == "finished" and self._trained is not None and self._made_no_step(event):
             self.start, self.loop = self._trained
+            self.inputs = self._trained_inputs
             self.epoch = _last_epoch(self.loop, self.epoch, to_number(event.get("step")))
             self.timings.restore()
         if kind != "restarting":
@@ -205,7 +210,8 @@ class RunState:
         self.started = time if self.started is None else self.started
         self._add_to_timeline(event, kind, time)
         if self.loop is not None:
-            self._trained = self.start, self.loop
+            self._trained, self._trained_inputs = (self.start, self.loop), self.inputs
+        self._add_inputs(event, step)
         self.state, self.start, self.loop, self.loop_pace = "running", event, None, None
         if "commit" in event:  # not after a worker was replaced
             self.commit = to_text(event["commit"])
@@ -216,6 +222,17 @@ class RunState:
         self.attempts += 1
         self.paces.clear()
         self.failures.clear()
+
+    def _add_inputs(self, start: Event, last: float) -> None:
+        """Note the settings of a start that keeps the steps until `last`.
+
+        Those of a start without a step since then have no effect on the state.
+        """
+        kept = [inputs for inputs in self.inputs if inputs[0] < last]
+        new = to_float(last), start.get("settings"), start.get("environment")
+        if not kept or kept[-1][1:] != new[1:]:
+            kept.append(new)
+        self.inputs = [*kept[:1], *kept[1:][-MOST_CHANGES:]]
 
     def _add_scalars(self, event: dict[str, Any], time: float) -> None:
         position, values = _position(event), event.get("values")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from statistics import median, median_high
 from threading import Lock
@@ -479,15 +479,38 @@ def thin(items: Sequence[Item], limit: int) -> list[Item]:
 
 def _origin(run: RunState) -> dict[str, Any]:
     """Return the job's settings, the versions, hosts, command and commit, as far as known."""
-    settings, versions = run.start.get("settings"), run.start.get("environment")
+    _, settings, versions = zip(*run.inputs, strict=True) if run.inputs else ((), (), ())
     hosts = dict.fromkeys(to_text(worker.get("host")) for worker in started_workers(run.start))
+    environment = _with_changes(versions) if versions and isinstance(versions[-1], dict) else {}
     return {
-        "settings": _config(settings) if isinstance(settings, dict) else {},
-        "environment": _config(versions) if isinstance(versions, dict) else {},
+        "settings": _with_changes(settings) if settings and isinstance(settings[-1], dict) else {},
+        # settings are in there as well, for comparisons
+        "environment": {
+            name: value for name, value in environment.items() if not name.startswith("setting ")
+        },
         "hosts": [host for host in hosts if host],
         "command": to_text(run.start.get("command")),
         "commit": run.commit,
     }
+
+
+def _with_changes(values: Sequence[Any], depth: int = 0) -> Any:
+    """Return the last value for JSON; for one that changed when the run resumed, all as text.
+
+    Either may hold: an optimizer keeps what its state has, and all else takes the new value.
+    """
+    last = values[-1]
+    if isinstance(last, dict) and depth < DEEPEST:
+        dicts = [value for value in values if isinstance(value, dict)]
+        return {
+            name: _with_changes([value[name] for value in dicts if name in value], depth + 1)
+            for name in last
+        }
+    texts = [value if isinstance(value, str) else _text(value) for value in values]
+    different = [text for text, _ in groupby(texts)]
+    if len(different) == 1 or isinstance(last, dict):
+        return _config(last, depth)
+    return " → ".join(different)
 
 
 def _defaults(config: Mapping[str, Any]) -> list[str]:
