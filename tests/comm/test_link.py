@@ -10,7 +10,6 @@ import pytest
 
 from samestep.comm.link import (
     HELLO_BYTES,
-    NONCE_BYTES,
     Delivery,
     Frames,
     Link,
@@ -19,9 +18,9 @@ from samestep.comm.link import (
     encode,
     frame,
     parse_address,
-    prove,
     write_address,
 )
+from samestep.comm.signing import NONCE_BYTES, prove
 from samestep.errors import ConfigError, WorldError
 
 TOKEN = "a token of sixteen or more"

@@ -18,9 +18,10 @@ from unittest.mock import patch
 from samestep.cluster import ProcessInfo
 from samestep.comm import rendezvous
 from samestep.comm.base import Alone, World
-from samestep.comm.link import MAX_BYTES, Frames, Link, Seal, decode, encode, frame, prove
+from samestep.comm.link import MAX_BYTES, Frames, Link, Seal, decode, encode, frame
 from samestep.comm.mesh import StatusBoard, boards
 from samestep.comm.rendezvous import OUTCOME, PeerInfo
+from samestep.comm.signing import prove
 from samestep.comm.status import Heartbeat, report_hang
 from samestep.comm.store import ROUND, StoreClient, join_round
 from samestep.comm.watchdog import ALARM, FAILURE, Watchdog
@@ -93,7 +94,7 @@ async def _converse(session: _Session) -> bool:
         await asyncio.sleep(0)
     nonces = bytes.fromhex(decode(first)["nonce"]) + NONCE
     if session.raw is None:
-        proof = prove(session.token, b"member", nonces).hex()
+        proof = prove(session.token, "member", nonces)
         reader.feed_data(frame(encode({"nonce": NONCE.hex(), "proof": proof})))
         seal = Seal(session.token, nonces, coordinator=False)
         for message in (session.hello, *session.requests):

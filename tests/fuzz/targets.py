@@ -25,7 +25,8 @@ from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.cluster import find_process
-from samestep.comm.link import MAX_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
+from samestep.comm.link import MAX_BYTES, Frames, decode, frame, parse_address
+from samestep.comm.signing import is_proof, nonce_of
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError
 from samestep.launch.attempt import ElasticPolicy, Node

@@ -7,7 +7,6 @@ with a limit for each call.
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import socket
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from samestep.cluster import ProcessInfo, connect_to_master, listen_at_master
+from samestep.comm.signing import derive, sign, verified
 from samestep.comm.status import list_workers
 from samestep.comm.token_store import STORE, TokenStore, join_store
 from samestep.config import TOKEN
@@ -34,7 +34,6 @@ from samestep.torch_internals import default_store
 Value = TypeVar("Value")
 
 CALL_SECONDS: Final = 10.0  # for a reachable store to be opened
-MAC_CHARACTERS: Final = 64  # of a signature in the store: HMAC-SHA256 in hex
 ROUND: Final = "round"  # key: the attempt of torchrun that rank 0 started last
 PAUSE_SECONDS: Final = 0.0005  # between checks for other workers
 WAIT_SECONDS: Final = CALL_SECONDS / 2  # for a key, in one request
@@ -155,16 +154,13 @@ class StoreClient:
         texts = map(self._verified, keys, self._request("multi_get", list(keys)))
         return [None if text is None else _parse(text) for text in texts]
 
-    def _signed(self, key: str, value: Any) -> str:
-        text = json.dumps(value)
-        return text if self.key is None else _mac(self.key, key, text.encode()).decode() + text
+    def _signed(self, key: str, value: Any) -> bytes:
+        text = json.dumps(value).encode()
+        return text if self.key is None else sign(self.key, f"entry {key}", text)
 
     def _verified(self, key: str, data: bytes) -> bytes | None:
         """Return the text of a value, None if it is not signed."""
-        if self.key is None:
-            return data
-        mac, text = data[:MAC_CHARACTERS], data[MAC_CHARACTERS:]
-        return text if hmac.compare_digest(mac, _mac(self.key, key, text)) else None
+        return data if self.key is None else verified(self.key, f"entry {key}", data)
 
     def _request(self, method: str, *arguments: Any) -> Any:
         """Call the store. The error is the same whether it exits before or during the call."""
@@ -203,10 +199,6 @@ def _parse(data: bytes) -> Any:
         raise ValueError("a value is nested too deeply") from None
 
 
-def _mac(secret: bytes, key: str, text: bytes) -> bytes:
-    return hmac.digest(secret, key.encode() + b"\0" + text, "sha256").hex().encode()
-
-
 def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store, StoreClient]:
     """Return the store and its client, with keys under `prefix`.
 
@@ -239,7 +231,11 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
 
 def _store_key() -> bytes | None:
     """Return the key for a store without authentication: a token from the user, None without."""
-    return None if STORE in os.environ or TOKEN not in os.environ else os.environ[TOKEN].encode()
+    return (
+        None
+        if STORE in os.environ or TOKEN not in os.environ
+        else derive(os.environ[TOKEN], "entries")
+    )
 
 
 def within(seconds: float | None, function: Callable[..., Value], *arguments: Any) -> Value:

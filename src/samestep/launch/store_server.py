@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from queue import SimpleQueue
 from typing import Any, Final
 
-from samestep.comm import link
+from samestep.comm import link, signing
 from samestep.comm.link import to_bytes, to_text
 from samestep.launch.attempt import Message
 
@@ -155,14 +155,14 @@ class StoreConnection:
 
         Raises `ValueError` if the peer does not hold it.
         """
-        nonces = secrets.token_bytes(link.NONCE_BYTES)
+        nonces = secrets.token_bytes(signing.NONCE_BYTES)
         self._write({"nonce": nonces.hex()})
         hello = link.decode(await self._next_body())
-        nonces += link.nonce_of(hello)
-        if not link.is_proof(hello, token, b"member", nonces):
+        nonces += signing.nonce_of(hello)
+        if not signing.is_proof(hello, token, "member", nonces):
             self._write({"refused": "token"})
             raise ValueError("it does not have this run's token")
-        self._write({"proof": link.prove(token, b"coordinator", nonces).hex()})
+        self._write({"proof": signing.prove(token, "coordinator", nonces)})
         self._frames.max_bytes = link.MAX_BYTES
         self._seal = link.Seal(token, nonces, coordinator=True)
         return await self.receive()
