@@ -171,7 +171,7 @@ def _messages() -> list[Target]:
         frames.feed(data)
         while (body := frames.next()) is not None:
             message = decode(body)
-            assert not is_proof(message, "a token", b"purpose", b"nonces")
+            assert not is_proof(message, "a token", "purpose", b"nonces")
             with suppress(ValueError):
                 nonce_of(message)
 

@@ -231,11 +231,9 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
 
 def _store_key() -> bytes | None:
     """Return the key for a store without authentication: a token from the user, None without."""
-    return (
-        None
-        if STORE in os.environ or TOKEN not in os.environ
-        else derive(os.environ[TOKEN], "entries")
-    )
+    if STORE in os.environ or TOKEN not in os.environ:
+        return None
+    return derive(os.environ[TOKEN], "entries")
 
 
 def within(seconds: float | None, function: Callable[..., Value], *arguments: Any) -> Value:
