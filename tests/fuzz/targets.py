@@ -27,12 +27,12 @@ from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.cluster import find_process
 from samestep.comm.link import MAX_BYTES, Frames, decode, frame, parse_address
 from samestep.comm.signing import is_proof, nonce_of
+from samestep.comm.store_server import KeyValueStore
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError
 from samestep.launch.attempt import ElasticPolicy, Node
 from samestep.launch.cluster_spec import Nodes, read_hosts
 from samestep.launch.membership import Membership
-from samestep.launch.store_server import KeyValueStore
 from tests.fuzz import handed, mutate, network, page, records, snapshots
 from tests.fuzz.target import Target
 

@@ -48,7 +48,7 @@ REMAINING = {
     "comm/watchdog.py self._client.key",
     "launch/coordinator.py self.node.last_seen",
     "launch/coordinator.py session.peer",
-    "launch/store_server.py self._frames.max_bytes",
+    "comm/store_server.py self._frames.max_bytes",
     "run/loops.py at.plan",
     "step/gradients.py placeholder.cleared",
     "step/gradients.py placeholder.number",

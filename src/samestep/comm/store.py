@@ -1,12 +1,13 @@
 """The key-value store of a run, through which its workers find each other and publish their status.
 
-samestep's launchers serve it to holders of the run's token (`TokenStore`). Under other launchers it
-is a TCPStore of the launcher or of rank 0, which has no authentication. `StoreClient` uses either,
-with a limit for each call.
+samestep's launchers, or else rank 0, serve it to holders of the run's token (`TokenStore`). Only
+torchrun, and a script with a process group of its own, have a TCPStore, which has no
+authentication. `StoreClient` uses either, with a limit for each call.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -27,7 +28,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from samestep.cluster import ProcessInfo, connect_to_master, listen_at_master
 from samestep.comm.signing import derive, sign, verified
 from samestep.comm.status import list_workers
-from samestep.comm.token_store import STORE, TokenStore, join_store
+from samestep.comm.store_server import StoreServer, StoreThread
+from samestep.comm.token_store import TokenStore, join_store, join_store_of_rank_0
 from samestep.config import TOKEN
 from samestep.torch_internals import default_store
 
@@ -222,7 +224,7 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
         else liveness,  # between requests, it becomes readable only if it is closed
         hosts_store=hosts_store,
         seconds=limit,
-        key=_store_key(),
+        key=None if isinstance(store, TokenStore) else _store_key(),
         is_own=isinstance(store, TokenStore),
         owns_liveness=in_group or connection is not store,
     )
@@ -231,9 +233,7 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
 
 def _store_key() -> bytes | None:
     """Return the key for a store without authentication: a token from the user, None without."""
-    if STORE in os.environ or TOKEN not in os.environ:
-        return None
-    return derive(os.environ[TOKEN], "entries")
+    return derive(os.environ[TOKEN], "entries") if TOKEN in os.environ else None
 
 
 def within(seconds: float | None, function: Callable[..., Value], *arguments: Any) -> Value:
@@ -309,32 +309,34 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness | None
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if joined.is_local else None
         return joined, None if silent is None else silent.detach(), False
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline, token = time.monotonic() + seconds, os.environ.get(TOKEN, "")
     listener = None if process.rank != 0 or launcher_has_store else listen_at_master(process)
-    deadline = time.monotonic() + seconds
+    if listener is not None:
+        atexit.register(StoreThread(StoreServer(token, 0), listener).close)
     with ExitStack() as exits:  # closes the socket after an error
-        if listener is None:
-            liveness = exits.enter_context(connect_to_master(process, deadline))
+        liveness = exits.enter_context(connect_to_master(process, deadline))
+        if not launcher_has_store:
+            joined = join_store_of_rank_0((process.address, process.port), token, timeout)
+            atexit.register(joined.close)  # before the server
+            return joined, None, listener is not None
         store = within(
             timeout.total_seconds(),
             _call,
             lambda: dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in __all__
                 process.address,
                 process.port,
-                is_master=listener is not None,
+                is_master=False,
                 timeout=timeout,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach() if listener is not None else None,
             ),
         )
-        if listener is not None:
-            liveness = exits.enter_context(connect_to_master(process, deadline))
         prefix = "attempt/0"
-        if launcher_has_store and "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             key, limit = _store_key(), timeout.total_seconds()
             rounds = PrefixStore("samestep", store)
             client = StoreClient(rounds, liveness, hosts_store=False, seconds=limit, key=key)
             prefix = f"round/{join_round(client, process, seconds)}"
-        return PrefixStore(prefix, store), liveness.detach(), listener is not None
+        return PrefixStore(prefix, store), liveness.detach(), False
 
 
 def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str:
