@@ -242,12 +242,14 @@ class StoreServer:
     async def _authenticate(self, peer: StoreConnection, writer: asyncio.StreamWriter) -> Message:
         waiting = self._unauthenticated
         if len(waiting) >= connections_within(self._max_unauthenticated):
-            first_of_busiest(waiting).transport.abort()
+            first = first_of_busiest(waiting)
+            del waiting[first]
+            first.transport.abort()
         waiting[writer] = _address(writer)
         try:
             return await asyncio.wait_for(peer.authenticate(self._token), self._hello_seconds)
         finally:
-            del waiting[writer]
+            waiting.pop(writer, None)
 
     async def _serve(self, peer: StoreConnection, hello: Message) -> None:
         task, store = current_task(), self._store
