@@ -32,6 +32,7 @@ ALLOWED = {
     "launch/local.py error.args": "Python: the message of an exception",
     "launch/membership.py node.*": "records that only this state machine changes",
     "launch/membership.py *attempt.*": "records that only this state machine changes",
+    "torch_internals.py module._create_c10d_store": "torch: its handlers cannot be replaced",
     "torch_internals.py distributed_c10d._pg_map": "torch: there is no public equivalent",
     "torch_internals.py Variable._execution_engine": "torch: there is no public hook",
     "step/guards.py optimizer.add_param_group": "torch: a method that is refused from then on",

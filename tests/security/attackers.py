@@ -30,6 +30,7 @@ FORGED = {"host": "forged", "pid": 1, "home": None, "address": None}
 OFFERS = ("worker/0", "worker/1", "offer/0", "offer/1")
 STATUSES = ("heartbeat/0", "heartbeat/1", "beat/0", "beat/1")
 SERVER_BYTES = 4096
+FILLING = "x" * (1 << 20)
 LIMIT_SECONDS = 5.0  # of an attack
 
 
@@ -161,6 +162,11 @@ def take_offers(run: Run) -> str:
     return _write(run, {**entries, "round": '"2/forged"'})
 
 
+def fill_store(run: Run) -> str:
+    """Write megabytes into the store."""
+    return _write(run, {f"filling {number}": FILLING for number in range(8)})
+
+
 def _stores(run: Run) -> list[TCPStore]:
     """Connect to every port that is a store of torch; this needs no secret."""
     stores: list[TCPStore] = []
@@ -205,6 +211,7 @@ ATTACKS: dict[str, Callable[[Run], str]] = {
     "reads the store": read_store,
     "writes a failure": write_failure,
     "takes a worker's entry": take_offers,
+    "fills the store": fill_store,
     "floods connections": flood,
     "sends pickles": send_pickles,
     "sends garbage and huge lengths": send_garbage,
