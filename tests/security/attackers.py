@@ -20,6 +20,8 @@ from threading import Thread
 import psutil
 from torch.distributed import TCPStore
 
+from samestep.cluster.network import LISTENING, _endpoint
+
 FORK = get_context("fork")
 FLOOD = 300  # connections to each address
 SOON = timedelta(seconds=1)
@@ -67,9 +69,12 @@ class Run:
             with suppress(psutil.Error, OSError):
                 links = [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
                 inodes |= {link[8:-1] for link in links if link.startswith("socket:")}
-        for connection in psutil.net_connections("tcp"):
-            if connection.pid in processes and connection.status == psutil.CONN_LISTEN:
-                ports.add((_reachable(connection.laddr.ip), connection.laddr.port))
+                for table in ("tcp", "tcp6"):  # of the process's own network namespace
+                    for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines():
+                        fields = line.split()
+                        if fields[3] == LISTENING and fields[9] in inodes:
+                            address, port = _endpoint(fields[1])
+                            ports.add((_reachable(str(address)), port))
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         names = {row[7][1:] for row in rows if row[6] in inodes and row[7:] and row[7][0] == "@"}
         return cls(sorted(ports), sorted(names), bomb)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ProcessPoolExecutor
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from samestep.launch import launch
+from tests.namespaces import hosts
+from tests.ports import free_port
 from tests.security.attackers import ATTACKS, FORK
 from tests.security.job import main
-from tests.security.launched import PHASES, TOKEN, attacked, everything
+from tests.security.launched import JOB, LAUNCHERS, PHASES, TOKEN, attacked, everything
 from tests.slurm import slurm
 
 ON_STORE = tuple(ATTACKS)[:4]
@@ -88,3 +92,31 @@ def test_attacks_on_tasks_of_slurm(tmp_path_factory, undisturbed):
         outcome = attacked("srun", directory, attacks, environment=cluster.environment)
     check(outcome, undisturbed, PHASES[:2])
     assert seen_on_store(outcome) == {"read nothing", "refused"}
+
+
+def on_two_hosts(machines, launcher, directory):
+    """Return the commands that run the job on two hosts."""
+    master = f"{machines[0].address}:{free_port()}"
+    place = ["env", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1"]
+    place += [f"MASTER_ADDR={machines[0].address}", f"MASTER_PORT={master.partition(':')[2]}"]
+    nodes = ["-m", "samestep", "run", "--nodes", "2", "--master", master, "-n", "1"]
+    return [
+        host.command(sys.executable, *nodes, str(JOB), str(directory))
+        if launcher == "samestep run"
+        else host.command(*place, f"RANK={rank}", sys.executable, str(JOB), str(directory))
+        for rank, host in enumerate(machines)
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["samestep run", "variables"])
+def test_attacks_of_another_host(launcher, tmp_path, undisturbed, monkeypatch):
+    (tmp_path / "lasts").touch()
+    with hosts(3) as (*machines, stranger), ThreadPoolExecutor(1) as thread:
+        monkeypatch.setitem(LAUNCHERS, "two hosts", partial(on_two_hosts, machines, launcher))
+        thread.submit(stranger.enter).result()
+        outcome = thread.submit(attacked, "two hosts", tmp_path, everything()).result()
+    check(outcome, undisturbed, PHASES[:2])
+    assert seen_on_store(outcome) == {"read nothing", "refused"}
+    sent = outcome.seen["running"]["sends garbage and huge lengths"]
+    assert int(sent.split()[2]) >= 2  # to the store and to gloo
