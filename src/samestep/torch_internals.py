@@ -213,12 +213,11 @@ def on_new_group_store(connect: Callable[[timedelta], Any]) -> None:
     module: Any = import_module("torch.distributed.rendezvous")  # the package has such a function
     create = module._create_c10d_store  # noqa: SLF001
 
-    def create_store(
-        hostname: str, port: int, rank: int, size: int, timeout: timedelta, *options: Any
-    ) -> Any:
+    def create_store(hostname: str, port: int, *rest: Any, **named: Any) -> Any:
         master = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
         if (hostname, str(port)) == master:
+            _rank, _size, timeout, *_ = rest
             return connect(timeout)
-        return create(hostname, port, rank, size, timeout, *options)
+        return create(hostname, port, *rest, **named)
 
     module._create_c10d_store = create_store  # noqa: SLF001
