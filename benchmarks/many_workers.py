@@ -36,11 +36,11 @@ from samestep.cluster import ProcessInfo
 from samestep.comm import link, rendezvous, store, watchdog
 from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import Rendezvous
+from samestep.comm.store_server import KeyValueStore, StoreServer
 from samestep.comm.token_store import STORE, TokenStore
 from samestep.comm.watchdog import Watchdog
 from samestep.config import TOKEN
 from samestep.errors import HangError
-from samestep.launch.store_server import KeyValueStore, StoreServer
 from samestep.record.record import PARTS, open_record
 
 FORK = multiprocessing.get_context("fork")

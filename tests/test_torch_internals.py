@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from samestep import torch_internals as internals
+from tests.ports import free_port
 
 SOURCE = Path(internals.__file__).parent
 
@@ -251,6 +252,22 @@ assert loaded == {name for name in sys.modules if name.startswith("torch._dynamo
 print(len(loaded))
 """
     assert int(subprocess.check_output([sys.executable, "-c", program])) > 1
+
+
+def test_groups_at_the_master_s_port_use_another_store(monkeypatch):
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    limits, place = [], {"rank": 0, "world_size": 1}
+    store = dist.HashStore()
+    internals.on_new_group_store(lambda timeout: limits.append(timeout) or store)
+    for method in ("env://", f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"):
+        limit = timedelta(seconds=7)
+        assert next(dist.rendezvous(method, **place, timeout=limit)) == (store, 0, 1)
+    assert limits == [limit] * 2
+    other, *_ = next(dist.rendezvous(f"tcp://127.0.0.1:{free_port()}", **place))
+    assert isinstance(other, dist.TCPStore)
 
 
 def test_process_groups(tmp_path):

@@ -6,9 +6,11 @@ if a new version of PyTorch changes what it needs (tests/test_torch_internals.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
 import torch
@@ -219,3 +221,21 @@ def on_new_group(call: Callable[[Any], object]) -> None:
 
     if hasattr(distributed_c10d, "_pg_map"):  # not if torch is built without torch.distributed
         distributed_c10d._pg_map = Groups(distributed_c10d._pg_map)  # noqa: SLF001
+
+
+def on_new_group_store(connect: Callable[[timedelta], Any]) -> None:
+    """Let `connect(timeout)` return the store of groups that workers make at MASTER_PORT.
+
+    torch's own store there admits everyone. `register_rendezvous_handler` replaces no handler.
+    """
+    module: Any = import_module("torch.distributed.rendezvous")  # the package has such a function
+    create = module._create_c10d_store  # noqa: SLF001
+
+    def create_store(hostname: str, port: int, *rest: Any, **named: Any) -> Any:
+        master = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+        if (hostname, str(port)) == master:
+            _rank, _size, timeout, *_ = rest
+            return connect(timeout)
+        return create(hostname, port, *rest, **named)
+
+    module._create_c10d_store = create_store  # noqa: SLF001

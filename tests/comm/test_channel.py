@@ -2,15 +2,18 @@
 
 import os
 import random
+import resource
 import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from itertools import combinations
 
 import pytest
 import torch
 
+from samestep.comm import admission
 from samestep.comm import channel as module
 from samestep.comm.base import Share
 from samestep.comm.channel import Channel, Listener, Reduction, connect, limit_buffer
@@ -212,6 +215,46 @@ def test_only_the_process_with_the_key_is_accepted(monkeypatch):
             listener.accept(0.1)
         for connection in (*strangers, accepted, client):
             connection.close()
+
+
+def test_silent_and_slow_strangers_do_not_delay_a_worker(monkeypatch):
+    monkeypatch.setattr(module, "HELLO_SECONDS", 10 * SECONDS)  # that one of them could take
+    with Listener("127.0.0.1") as listener, ExitStack() as exits:
+        place, secret = (listener.address, listener.port), listener.secret
+        strangers = [socket.create_connection(place) for _ in range(module.MOST_PENDING // 2)]
+        for number, stranger in enumerate(map(exits.enter_context, strangers)):
+            stranger.sendall(bytes(number % 3))
+        ends = [connect(*place, secret, (1, number), SECONDS) for number in range(2)]
+        strangers = [socket.create_connection(place) for _ in range(module.MOST_PENDING)]
+        for stranger in map(exits.enter_context, strangers):
+            stranger.sendall(bytes(module.HELLO_BYTES - 1))
+        accepted = [listener.accept(SECONDS) for _ in ends]
+        assert {label for _, label in accepted} == {(1, 0), (1, 1)}
+        assert len(listener._pending) <= module.MOST_PENDING
+        for connection in (*ends, *(connection for connection, _ in accepted)):
+            connection.close()
+
+
+def test_a_listener_without_files_says_so_once_and_goes_on(monkeypatch):
+    lines = []
+    monkeypatch.setattr(admission, "_told_at", [float("-inf")])
+    monkeypatch.setattr(admission, "log", lines.append)
+    with Listener("127.0.0.1") as listener:
+        client = connect(listener.address, listener.port, listener.secret, (1, 0), SECONDS)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            for _ in range(3):
+                listener._admit()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert lines == [
+            "new connections wait: this process has opened all of its 3 files (ulimit -n)"
+        ]
+        connection, label = listener.accept(SECONDS)
+        assert label == (1, 0)
+        connection.close()
+        client.close()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 
 from samestep.comm.link import (
     HELLO_BYTES,
-    NONCE_BYTES,
     Delivery,
     Frames,
     Link,
@@ -19,9 +18,9 @@ from samestep.comm.link import (
     encode,
     frame,
     parse_address,
-    prove,
     write_address,
 )
+from samestep.comm.signing import NONCE_BYTES, prove
 from samestep.errors import ConfigError, WorldError
 
 TOKEN = "a token of sixteen or more"
@@ -200,7 +199,7 @@ def answering(*answers):
         (
             [
                 frame(encode({"nonce": 64 * "0"})),
-                frame(encode({"proof": prove(TOKEN, b"member", bytes(64)).hex()})),
+                frame(encode({"proof": prove(TOKEN, "member", bytes(64))})),
             ],
             "does not know the token",
         ),
@@ -229,7 +228,7 @@ def test_a_hello_that_times_out_does_not_end_the_connection_in_an_orderly_way():
                 while (body := frames.next()) is None:
                     frames.feed(connection.recv(1 << 16))
                 nonces = nonce + bytes.fromhex(decode(body)["nonce"])
-                proof = prove(TOKEN, b"coordinator", nonces).hex()
+                proof = prove(TOKEN, "coordinator", nonces)
                 connection.sendall(frame(encode({"proof": proof})))
                 try:
                     while connection.recv(1 << 16):

@@ -22,13 +22,13 @@ from torch.distributed import TCPStore
 import samestep as ss
 from samestep.cluster import connect_to_master, find_process, network
 from samestep.cluster.network import listening_user
-from samestep.comm import distributed, rendezvous, store, watchdog
+from samestep.comm import distributed, rendezvous, store, store_server, watchdog
 from samestep.comm.connect import connect
 from samestep.comm.link import Link
 from samestep.comm.shared_memory import Shared
 from samestep.config import TOKEN, Config
 from samestep.errors import WorldError
-from samestep.launch import launch, supervisor
+from samestep.launch import launch
 from samestep.launch.supervisor import LocalStore
 from tests.ports import free_port
 from tests.workers import run_workers
@@ -84,6 +84,9 @@ def knock():
                 Link(name, "a guess of the token", 10)
             refused += 1
     assert refused
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with pytest.raises(ConnectionRefusedError):  # there is no store that admits everyone
+        socket.create_connection(address)
 
 
 @pytest.fixture
@@ -107,11 +110,9 @@ def beats(monkeypatch):
 
 def test_one_host_is_not_disturbed_while_forming_and_running(beats):
     def body():
-        in_another_process(write_to_tcp_store)
         in_another_process(knock)
         with ss.init(lanes=2) as run:
             kind = type(run._world).__name__
-            in_another_process(write_to_tcp_store)
             in_another_process(knock)
             beats.wait_for_more(5)
             return kind, run.all_gather(run.rank)
@@ -122,7 +123,7 @@ def test_one_host_is_not_disturbed_while_forming_and_running(beats):
 def test_the_store_of_one_host_disconnects_other_users(monkeypatch):
     with closing(LocalStore(SECRET, 0)) as local:
         Link(local.name, SECRET, 10).close()
-        monkeypatch.setattr(supervisor.os, "geteuid", lambda: 4321)
+        monkeypatch.setattr(store_server.os, "geteuid", lambda: 4321)
         with pytest.raises(ConnectionError):
             Link(local.name, SECRET, 10)
 
@@ -166,7 +167,9 @@ def test_other_launchers_stores_cannot_end_a_running_world(beats):
             world.barrier("failing")
         return str(caught.value)
 
-    assert "failed first, at step 0: LookupError: a real failure" in run_workers(body, 2)[0]
+    with launcher_store() as (_, variables):
+        outcomes = run_workers(body, 2, environment=variables)
+    assert "failed first, at step 0: LookupError: a real failure" in outcomes[0]
 
 
 @pytest.mark.parametrize("call", ["all_gather_object", "gather_object", "broadcast_object"])

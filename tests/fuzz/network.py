@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import socket
 import time
@@ -16,17 +15,17 @@ from typing import Any
 from unittest.mock import patch
 
 from samestep.cluster import ProcessInfo
-from samestep.comm import rendezvous
+from samestep.comm import rendezvous, store_server
 from samestep.comm.base import Alone, World
-from samestep.comm.link import MAX_BYTES, Frames, Link, Seal, decode, encode, frame, prove
+from samestep.comm.link import MAX_BYTES, Frames, Link, Seal, decode, encode, frame
 from samestep.comm.mesh import StatusBoard, boards
 from samestep.comm.rendezvous import OUTCOME, PeerInfo
+from samestep.comm.signing import prove, sign
 from samestep.comm.status import Heartbeat, report_hang
 from samestep.comm.store import ROUND, StoreClient, join_round
+from samestep.comm.store_server import StoreServer
 from samestep.comm.watchdog import ALARM, FAILURE, Watchdog
 from samestep.errors import WorldError
-from samestep.launch import store_server
-from samestep.launch.store_server import StoreServer
 from tests.fuzz import mutate
 from tests.fuzz.target import Target
 
@@ -93,7 +92,7 @@ async def _converse(session: _Session) -> bool:
         await asyncio.sleep(0)
     nonces = bytes.fromhex(decode(first)["nonce"]) + NONCE
     if session.raw is None:
-        proof = prove(session.token, b"member", nonces).hex()
+        proof = prove(session.token, "member", nonces)
         reader.feed_data(frame(encode({"nonce": NONCE.hex(), "proof": proof})))
         seal = Seal(session.token, nonces, coordinator=False)
         for message in (session.hello, *session.requests):
@@ -209,13 +208,13 @@ class _Values:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.values[key] for key in keys]
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
 
     def add(self, key: str, amount: int) -> int:
         return amount + 7
 
-    def compare_set(self, key: str, expected: str | bytes, value: str) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, value: bytes) -> bytes:
         held = self.values.get(key, b"")
         if held == (expected if isinstance(expected, bytes) else expected.encode()):
             self.set(key, value)
@@ -317,8 +316,8 @@ def _gathered() -> list[Target]:
 
     def signed(random: Random) -> bytes:
         data = mutate.of_bytes(random, json.dumps(what).encode())
-        mac = hmac.digest(b"key", json.dumps([0, 0, what]).encode() + data, "sha256")
-        return random.choice((b"", mac, random.randbytes(32))) + data
+        signed = sign(b"key", json.dumps([0, 0, what]), data)
+        return random.choice((data, signed, random.randbytes(32) + data))
 
     def verify(data: bytes) -> None:
         _Gathered(data, b"key").all_gather_object(1, what)

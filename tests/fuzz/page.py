@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from urllib.parse import quote, unquote
 
 from starlette.applications import Starlette
 
+from samestep.comm.signing import derive
 from samestep.watch.runs import Changes, Views
 from samestep.watch.security import HEADERS
 from samestep.watch.server import PAGE, make_app
@@ -25,7 +25,7 @@ from tests.fuzz.target import Target
 
 TOKEN = "a-token-of-many-letters"
 PORT = 7007
-PASS = hashlib.sha256(f"samestep watch {TOKEN}".encode()).hexdigest()
+PASS = derive(TOKEN, "watch cookie").hex()
 STATUSES = {200, 400, 401, 403, 404, 405, 409, 413, 415, 421}
 LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 METHODS = ("GET",) * 30 + ("HEAD", "HEAD", "POST", "PUT", "get", "TRACE", "")

@@ -25,13 +25,14 @@ from recipes import settings
 from recipes.vit.config import Settings
 from recipes.vit.pretrained import PretrainedError, read_parameters
 from samestep.cluster import find_process
-from samestep.comm.link import MAX_BYTES, Frames, decode, frame, is_proof, nonce_of, parse_address
+from samestep.comm.link import MAX_BYTES, Frames, decode, frame, parse_address
+from samestep.comm.signing import is_proof, nonce_of
+from samestep.comm.store_server import KeyValueStore
 from samestep.config import Config, merge, parse
 from samestep.errors import ConfigError
 from samestep.launch.attempt import ElasticPolicy, Node
 from samestep.launch.cluster_spec import Nodes, read_hosts
 from samestep.launch.membership import Membership
-from samestep.launch.store_server import KeyValueStore
 from tests.fuzz import handed, mutate, network, page, records, snapshots
 from tests.fuzz.target import Target
 
@@ -170,7 +171,7 @@ def _messages() -> list[Target]:
         frames.feed(data)
         while (body := frames.next()) is not None:
             message = decode(body)
-            assert not is_proof(message, "a token", b"purpose", b"nonces")
+            assert not is_proof(message, "a token", "purpose", b"nonces")
             with suppress(ValueError):
                 nonce_of(message)
 

@@ -17,6 +17,7 @@ from random import Random
 import pytest
 from torch.distributed import TCPStore
 
+from samestep.comm import store_server
 from samestep.comm.link import HELLO_SECONDS, Link, encode, frame
 from samestep.comm.token_store import join_store, store_variables
 from samestep.config import TOKEN, Config
@@ -24,7 +25,6 @@ from samestep.errors import ConfigError, LaunchError
 from samestep.host import raise_file_limit
 from samestep.launch import coordinator as coordinator_module
 from samestep.launch import coordinator_client as client_module
-from samestep.launch import store_server
 from samestep.launch.cluster_spec import ClusterSpec, Nodes
 from samestep.launch.coordinator_client import join_cluster
 from tests.launch.coordinators import SECRET, coordinator

@@ -24,13 +24,14 @@ from torch import nn
 from samestep import host as files
 from samestep.cluster import find_process
 from samestep.cluster.launchers import SUBMITIT
+from samestep.comm.store import group_store
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import LAUNCHER_STATE
-from samestep.launch import launch, supervisor
+from samestep.launch import launch
 from samestep.launch.local import preload
 from samestep.snapshot.commit import PeerFailedError
-from tests.launch.processes import SOON_SECONDS, children, end_soon, for_ever, listening, rank
+from tests.launch.processes import SOON_SECONDS, end_soon, for_ever, listening, rank
 from tests.slurm import SECOND_OF_TWO_TASKS
 
 FORK = multiprocessing.get_context("fork")
@@ -106,14 +107,24 @@ def test_a_model_that_outlives_its_process_group_does_not_stop_its_worker():
     assert launch(body) is True
 
 
-def test_the_store_of_process_groups_is_served_once_all_workers_are_forked(monkeypatch):
-    at, earlier = [], children(os.getpid())  # of other tests
-    serve = supervisor.TCPStore
-    monkeypatch.setattr(
-        supervisor, "TCPStore", lambda *a, **k: at.append(children(os.getpid())) or serve(*a, **k)
-    )
-    launch(wait_in_a_collective, workers=3)
-    assert [len(pids - earlier) >= 3 for pids in at] == [True]
+def test_process_groups_of_a_script_use_the_run_s_store_and_their_port_is_free():
+    def body():
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        own = f"tcp://{address}:{port}"
+        place = {"rank": rank(), "world_size": 2}
+        sums = []
+        for method in ({}, {"init_method": own, **place}, {}):
+            dist.init_process_group("gloo", **method)
+            kind = type(group_store()[1])
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            sums.append(total.item())
+            dist.barrier()
+            dist.destroy_process_group()
+        store = dist.TCPStore(address, port, 2, is_master=rank() == 0)
+        return kind.__name__, sums, store.add("arrived", 1) in {1, 2}
+
+    assert launch(body, workers=2) == ("TokenStore", [2, 2, 2], True)
 
 
 def test_a_worker_that_does_not_exit_is_ended_with_its_result(capfd):
@@ -518,7 +529,7 @@ def test_workers_listen_only_on_the_loopback_interface():
     worker, launcher, *interfaces = launch(body)
     assert interfaces == ["lo", "lo"]
     assert worker
-    assert launcher
+    assert not launcher  # process groups use the store of the run, which has no port
     assert {address for address, _ in worker | launcher} == {"0100007F"}  # 127.0.0.1
 
 

@@ -8,16 +8,11 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from multiprocessing import get_context
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
-from samestep.config import Config
 from samestep.errors import LoaderError, SnapshotError, WorkerError, WorldError
 from samestep.handoff import LauncherState
 from samestep.launch import launch, worker_group
@@ -315,18 +310,3 @@ def test_a_worker_that_the_kernel_does_not_end_is_left_behind(monkeypatch, capfd
     finally:
         if tracer.value:
             os.kill(tracer.value, signal.SIGKILL)
-
-
-def test_the_store_for_process_groups_starts_once_a_worker_connects():
-    with closing(LocalCoordinator(1, Config(), "token")) as coordinator:
-        variables = coordinator.environment(0)
-        coordinator.orders(None)
-        assert coordinator.files  # nobody has connected
-        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-        with ThreadPoolExecutor() as threads:
-            client = threads.submit(TCPStore, *address, is_master=False, wait_for_workers=False)
-            while coordinator.files:
-                wait(coordinator.files)
-                coordinator.orders(None)
-            client.result().set("key", "value")
-            assert client.result().get("key") == b"value"

@@ -20,6 +20,8 @@ from threading import Thread
 import psutil
 from torch.distributed import TCPStore
 
+from samestep.cluster.network import LISTENING, _endpoint
+
 FORK = get_context("fork")
 FLOOD = 300  # connections to each address
 SOON = timedelta(seconds=1)
@@ -30,6 +32,7 @@ FORGED = {"host": "forged", "pid": 1, "home": None, "address": None}
 OFFERS = ("worker/0", "worker/1", "offer/0", "offer/1")
 STATUSES = ("heartbeat/0", "heartbeat/1", "beat/0", "beat/1")
 SERVER_BYTES = 4096
+FILLING = "x" * (1 << 20)
 LIMIT_SECONDS = 5.0  # of an attack
 
 
@@ -66,9 +69,12 @@ class Run:
             with suppress(psutil.Error, OSError):
                 links = [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
                 inodes |= {link[8:-1] for link in links if link.startswith("socket:")}
-        for connection in psutil.net_connections("tcp"):
-            if connection.pid in processes and connection.status == psutil.CONN_LISTEN:
-                ports.add((_reachable(connection.laddr.ip), connection.laddr.port))
+                for table in ("tcp", "tcp6"):  # of the process's own network namespace
+                    for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines():
+                        fields = line.split()
+                        if fields[3] == LISTENING and fields[9] in inodes:
+                            address, port = _endpoint(fields[1])
+                            ports.add((_reachable(str(address)), port))
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         names = {row[7][1:] for row in rows if row[6] in inodes and row[7:] and row[7][0] == "@"}
         return cls(sorted(ports), sorted(names), bomb)
@@ -161,6 +167,11 @@ def take_offers(run: Run) -> str:
     return _write(run, {**entries, "round": '"2/forged"'})
 
 
+def fill_store(run: Run) -> str:
+    """Write megabytes into the store."""
+    return _write(run, {f"filling {number}": FILLING for number in range(8)})
+
+
 def _stores(run: Run) -> list[TCPStore]:
     """Connect to every port that is a store of torch; this needs no secret."""
     stores: list[TCPStore] = []
@@ -205,6 +216,7 @@ ATTACKS: dict[str, Callable[[Run], str]] = {
     "reads the store": read_store,
     "writes a failure": write_failure,
     "takes a worker's entry": take_offers,
+    "fills the store": fill_store,
     "floods connections": flood,
     "sends pickles": send_pickles,
     "sends garbage and huge lengths": send_garbage,

@@ -91,7 +91,8 @@ def attacked(
 ) -> Attacked:
     """Run a job and attack it: `attacks` has the names of attacks by phase."""
     directory.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     variables["SAMESTEP_TIMEOUT"] = "600"  # attacks last longer than workers usually wait
     variables |= environment or {}
     variables |= {} if token is None else {"SAMESTEP_TOKEN": token}

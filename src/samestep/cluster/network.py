@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.cluster.process import ProcessInfo
-from samestep.host import is_loopback
+from samestep.host import is_loopback, peer_credentials
 
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 LOOPBACK_INTERFACE: Final = "lo"
@@ -161,18 +161,41 @@ def listening_user(host: str, port: int) -> int | None:
     address = ip_address(host.partition("%")[0])
     user = None
     for fields in _sockets():
-        local, _, own_port = fields[1].partition(":")
-        if fields[3] != LISTENING or int(own_port, 16) != port:
+        if fields[3] != LISTENING or int(fields[1].partition(":")[2], 16) != port:
             continue
-        count = len(local) // 8
-        words = struct.unpack(f"={count}I", bytes.fromhex(local))
-        listening = ip_address(struct.pack(f"!{count}I", *words))
+        listening = _endpoint(fields[1])[0]
         if address in {listening, getattr(listening, "ipv4_mapped", None)}:
             user = int(fields[7])
             break
         if listening.is_unspecified:  # another program may listen at the address itself
             user = int(fields[7])
     return None if user == OVERFLOW_USER else user
+
+
+def peer_user(connection: socket.socket) -> int | None:
+    """Return the user at the other end of a connection, None if that is not on this host."""
+    if connection.family == socket.AF_UNIX:
+        return peer_credentials(connection)[1]
+    ends = [connection.getpeername(), connection.getsockname()]
+    expected = [(_unmapped(ip_address(end[0].partition("%")[0])), end[1]) for end in ends]
+    for fields in _sockets():
+        if int(fields[1].partition(":")[2], 16) == expected[0][1]:
+            found = [(_unmapped(address), port) for address, port in map(_endpoint, fields[1:3])]
+            if found == expected:
+                return None if int(fields[7]) == OVERFLOW_USER else int(fields[7])
+    return None
+
+
+def _endpoint(text: str) -> tuple[Any, int]:
+    """Return the address and the port of a socket in the kernel's list."""
+    address, _, port = text.partition(":")
+    count = len(address) // 8
+    words = struct.unpack(f"={count}I", bytes.fromhex(address))
+    return ip_address(struct.pack(f"!{count}I", *words)), int(port, 16)
+
+
+def _unmapped(address: Any) -> Any:
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _sockets() -> Iterator[list[str]]:

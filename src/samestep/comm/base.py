@@ -5,7 +5,6 @@ Calls are collective: all workers make the same calls in the same order.
 
 from __future__ import annotations
 
-import hmac
 import io
 import json
 import pickle
@@ -17,11 +16,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from samestep.comm.signing import sign, verified
 from samestep.comm.status import WorkerStatus, mismatched_calls
 from samestep.config import TOKEN
 from samestep.errors import WorldError
 
-MAC_BYTES = 32
 MAX_WHAT = 200  # characters of another worker's call that an error quotes
 EMPTY = torch.empty(0, dtype=torch.uint8)  # uint8 [0], where a call has no tensor
 
@@ -286,25 +285,21 @@ class World(ABC):
         return _unpickle(self._verify(self.all_gather_bytes(data, what)[0], 0, call, what))
 
     def _sign(self, data: bytes, rank: int, call: int, what: str) -> bytes:
-        return data if self.signing_key is None else self._mac(data, rank, call, what) + data
+        key = self.signing_key
+        return data if key is None else sign(key, json.dumps([rank, call, what]), data)
 
     def _verify(self, signed: bytes, rank: int, call: int, what: str) -> bytes:
         """Return the bytes that worker `rank` signed. `call` numbers them, to prevent replays."""
         if self.signing_key is None:
             return signed
-        mac, data = signed[:MAC_BYTES], signed[MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(data, rank, call, what)):
+        data = verified(self.signing_key, json.dumps([rank, call, what]), signed)
+        if data is None:
             raise WorldError(
                 f"worker {self.rank} refused an object from worker {rank} while {what}: it is not "
                 f"signed with this run's token; it came from another process, or {TOKEN} differs "
                 "between hosts"
             )
         return data
-
-    def _mac(self, data: bytes, rank: int, call: int, what: str) -> bytes:
-        mac = hmac.new(self.signing_key or b"", json.dumps([rank, call, what]).encode(), "sha256")
-        mac.update(data)
-        return mac.digest()
 
 
 class _Unpickler(pickle.Unpickler):

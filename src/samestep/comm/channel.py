@@ -7,7 +7,6 @@ place, and a small message neither waits behind megabytes nor for a thread.
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import struct
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing.connection import wait
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import Any, Final
@@ -24,20 +24,25 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from samestep.comm.admission import connections_within, first_of_busiest, is_out_of_files
 from samestep.comm.base import Arrival, SendSums, Share
 from samestep.comm.link import to_bytes, to_text
+from samestep.comm.signing import MAC_BYTES, sign, verified
 from samestep.host import SLICE_SECONDS, RunningClock
 
 Offer = tuple[str, int, str]  # address, port, and secret
 Key = tuple[int, int]  # the number of a transfer, and of the tensor in it
 
 SECRET_BYTES: Final = 32
-HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send the secret
+HELLO_SECONDS: Final = 5.0  # maximum time for a process that connects to send its signed label
+MOST_PENDING: Final = 256  # connections without one; one more closes the oldest of some address
+FULL_SECONDS: Final = 0.1  # between attempts to accept without files
 CONNECTIONS: Final = 2  # of a channel
 LEAST_SECONDS: Final = 0.01  # 0 would mean not to wait at all
 CLOSE_SECONDS: Final = 1.0  # maximum time to wait for each thread
 NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 _LABEL: Final = struct.Struct("<II")
+HELLO_BYTES: Final = MAC_BYTES + _LABEL.size
 _HEAD: Final = struct.Struct("<QQQ")  # the key and the number of bytes that follow
 _SIZE: Final = struct.Struct("<Q")  # of a message
 _ROUND_TRIP: Final = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info in linux/tcp.h, µs
@@ -48,14 +53,28 @@ LEAST_BUFFER_BYTES: Final = 128 << 10
 MOST_BUFFER_BYTES: Final = 208 << 10  # the default of net.core.wmem_max on Linux
 
 
+@dataclass
+class _Hello:
+    """What a connection has sent so far, and until when it must have sent everything."""
+
+    address: str
+    end: float  # time.monotonic()
+    data: bytes = b""
+
+
 class Listener:
-    """Accepts connections of processes that know its `secret`; a context manager."""
+    """Accepts connections of processes that know its `secret`; a context manager.
+
+    Others may stay silent: none of them delays a worker. At most `MOST_PENDING` are waited for.
+    """
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family)
+        self._socket = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        self._socket.setblocking(False)
         self.address, self.port = address, int(self._socket.getsockname()[1])
         self.secret = os.urandom(SECRET_BYTES)
+        self._pending: dict[socket.socket, _Hello] = {}  # oldest first
 
     @property
     def offer(self) -> Offer:
@@ -67,6 +86,8 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+        for connection in list(self._pending):
+            self._drop(connection)
 
     def accept(self, seconds: float) -> tuple[socket.socket, tuple[int, int]]:
         """Return a connection and its label.
@@ -74,21 +95,53 @@ class Listener:
         Raises `TimeoutError` after `seconds`, or another `OSError`.
         """
         deadline = time.monotonic() + seconds
-        while (remaining := deadline - time.monotonic()) > 0:
-            self._socket.settimeout(remaining)
-            connection, _ = self._socket.accept()
-            connection.settimeout(min(HELLO_SECONDS, remaining))
-            with suppress(OSError):  # of another program, which is ignored
-                hello = b""
-                missing = SECRET_BYTES + _LABEL.size
-                while missing and (data := connection.recv(missing)):
-                    hello, missing = hello + data, missing - len(data)
-                secret, label = hello[:SECRET_BYTES], hello[SECRET_BYTES:]
-                if not missing and hmac.compare_digest(secret, self.secret):
-                    first, second = _LABEL.unpack(label)
-                    return connection, (first, second)
-            connection.close()
+        while (now := time.monotonic()) < deadline:
+            for connection in [each for each, hello in self._pending.items() if hello.end < now]:
+                self._drop(connection)
+            seconds = min(HELLO_SECONDS, deadline - now)
+            ready: Any = set(wait([self._socket, *self._pending], seconds))
+            for connection in ready - {self._socket}:
+                if (label := self._label(connection)) is not None:
+                    return connection, label
+            if self._socket in ready:
+                self._admit()
         raise TimeoutError("timed out waiting for other workers to connect")
+
+    def _admit(self) -> None:
+        try:
+            connection, address = self._socket.accept()
+        except BlockingIOError:
+            return  # it has gone
+        except OSError as error:
+            if not is_out_of_files(error):
+                raise
+            time.sleep(FULL_SECONDS)
+        else:
+            connection.setblocking(False)
+            self._pending[connection] = _Hello(address[0], time.monotonic() + HELLO_SECONDS)
+        if len(self._pending) > connections_within(MOST_PENDING):
+            addresses = {each: hello.address for each, hello in self._pending.items()}
+            self._drop(first_of_busiest(addresses))
+
+    def _label(self, connection: socket.socket) -> tuple[int, int] | None:
+        """Return the label of a connection if its hello has arrived; drop it if that is wrong."""
+        hello, data = self._pending[connection], b""
+        with suppress(OSError):  # of another program
+            data = connection.recv(HELLO_BYTES - len(hello.data))
+        hello.data += data
+        if data and len(hello.data) < HELLO_BYTES:
+            return None
+        label = verified(self.secret, "label", hello.data)
+        if label is None:
+            self._drop(connection)
+            return None
+        del self._pending[connection]
+        first, second = _LABEL.unpack(label)
+        return first, second
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        connection.close()
 
 
 def connect(
@@ -97,7 +150,7 @@ def connect(
     """Connect to a `Listener`, which gets the label. Raises `OSError`."""
     connection = socket.create_connection((address, port), seconds)
     try:
-        connection.sendall(secret + _LABEL.pack(*label))
+        connection.sendall(sign(secret, "label", _LABEL.pack(*label)))
     except BaseException:
         connection.close()
         raise

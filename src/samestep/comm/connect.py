@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from samestep.comm.base import Alone, Sizes, World
 from samestep.comm.distributed import Distributed
 from samestep.comm.rendezvous import rendezvous
 from samestep.comm.shared_memory import Shared
+from samestep.comm.signing import derive
 from samestep.comm.status import FORMING
 from samestep.comm.store import destroy_group, group_store
 from samestep.comm.watchdog import OnStall
@@ -99,7 +99,7 @@ def connect(
     if process.started_by != "samestep":
         # Anyone may write to other launchers' stores. The workers' connections exist by now.
         key = world.all_gather_bytes(os.urandom(32) if world.rank == 0 else b"", FORMING)[0]
-        world.status.set_key(hmac.digest(os.environ.get(TOKEN, "").encode(), key, "sha256"))
+        world.status.set_key(derive(os.environ.get(TOKEN, ""), "statuses", key))
     if gpus and not meeting.nccl:  # the world made above carries host memory only
         world = HostMemoryWorld(world)
     first = process.rank - process.local_rank  # the ranks of a host are consecutive

@@ -1,8 +1,8 @@
 """Authenticated connections between the hosts of a run: frames of JSON.
 
 A frame is its length (4 bytes, big endian) and a body. Both ends start with a fresh nonce and prove
-by HMAC-SHA256 (RFC 2104) that they hold the run's token, which is never sent. Later bodies begin
-with a MAC over the frame's sequence number and text, with one key per direction of this connection.
+that they hold the run's token, which is never sent. Later bodies are signed together with the
+frame's sequence number, with one key per direction of this connection (signing.py).
 So frames cannot be forged, repeated, reordered or reflected. They are not encrypted. Received data
 is parsed as JSON of limited size; nothing is unpickled.
 """
@@ -10,7 +10,6 @@ is parsed as JSON of limited size; nothing is unpickled.
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import os
 import secrets
@@ -24,20 +23,25 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
+from samestep.comm.signing import (
+    NONCE_BYTES,
+    derive,
+    is_proof,
+    nonce_of,
+    prove,
+    sign,
+    verified,
+)
 from samestep.errors import ConfigError, WorldError
 
 Message = Mapping[str, Any]
 Address = tuple[str, int] | str  # host and port, or the abstract name of a Unix socket
 
-VERSION: Final = 1
 HELLO_BYTES: Final = 512  # the longest frame of an unauthenticated peer
 MAX_BYTES: Final = 1 << 22
-NONCE_BYTES: Final = 32
-MAC_BYTES: Final = 32
 HELLO_SECONDS: Final = 5.0
 RESPONSE_SECONDS: Final = 10.0
 _LENGTH: Final = struct.Struct(">I")
-_SEQUENCE: Final = struct.Struct(">Q")
 _ABORT: Final = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 _READ_BYTES: Final = 1 << 16
 _RETRY_SECONDS: Final = 0.01
@@ -97,25 +101,22 @@ class Seal:
     """Signs and verifies frames once both ends have proved that they hold the token."""
 
     def __init__(self, token: str, nonces: bytes, *, coordinator: bool) -> None:
-        directions = (b"from coordinator", b"to coordinator")
+        directions = ("from coordinator", "to coordinator")
         outgoing, incoming = directions if coordinator else directions[::-1]
-        self._own_key = prove(token, outgoing, nonces)
-        self._peer_key = prove(token, incoming, nonces)
+        self._own_key = derive(token, outgoing, nonces)
+        self._peer_key = derive(token, incoming, nonces)
         self._sent = self._received = 0
 
     def seal(self, message: Message) -> bytes:
         """Return a message's frame, to be sent in this order. Raises `ValueError` if too long."""
-        text = encode(message)
-        mac = hmac.digest(self._own_key, _SEQUENCE.pack(self._sent) + text, "sha256")
-        sealed = frame(mac + text)
+        sealed = frame(sign(self._own_key, f"frame {self._sent}", encode(message)))
         self._sent += 1
         return sealed
 
     def open(self, body: bytes) -> dict[str, Any]:
         """Return a body's message. Raises `ValueError` if it is not the peer's next one."""
-        mac, text = body[:MAC_BYTES], body[MAC_BYTES:]
-        expected = hmac.digest(self._peer_key, _SEQUENCE.pack(self._received) + text, "sha256")
-        if not hmac.compare_digest(mac, expected):
+        text = verified(self._peer_key, f"frame {self._received}", body)
+        if text is None:
             raise ValueError("a frame has a wrong MAC")
         self._received += 1
         return decode(text)
@@ -165,28 +166,6 @@ class Delivery:
             self._unconfirmed.popleft()
             self._sent = max(0, self._sent - 1)
         self._confirmed = received
-
-
-def prove(token: str, purpose: bytes, nonces: bytes) -> bytes:
-    """Return the proof of holding the token, from both ends' nonces (the coordinator's first)."""
-    return hmac.digest(token.encode(), b"samestep %d %s " % (VERSION, purpose) + nonces, "sha256")
-
-
-def nonce_of(message: Message) -> bytes:
-    """Return the nonce of a hello. Raises `ValueError` if it has none."""
-    nonce = message.get("nonce")
-    if not isinstance(nonce, str) or len(nonce) != 2 * NONCE_BYTES:
-        raise ValueError("expected a hello with a nonce")
-    return bytes.fromhex(nonce)
-
-
-def is_proof(message: Message, token: str, purpose: bytes, nonces: bytes) -> bool:
-    """Return whether a hello proves that its sender holds the token."""
-    proof = message.get("proof")
-    # as bytes, because text that is not ASCII cannot be compared in constant time
-    return isinstance(proof, str) and hmac.compare_digest(
-        proof.encode(errors="replace"), prove(token, purpose, nonces).hex().encode()
-    )
 
 
 def _connect(address: Address, seconds: float) -> socket.socket:
@@ -295,12 +274,12 @@ class Link:
     def _authenticate(self, token: str) -> Seal:
         nonce = secrets.token_bytes(NONCE_BYTES)
         nonces = nonce_of(decode(self._next_body())) + nonce
-        hello = {"nonce": nonce.hex(), "proof": prove(token, b"member", nonces).hex()}
+        hello = {"nonce": nonce.hex(), "proof": prove(token, "member", nonces)}
         self._socket.sendall(frame(encode(hello)))
         response = decode(self._next_body())
         if "refused" in response:
             raise WorldError("the coordinator there has a different token")
-        if not is_proof(response, token, b"coordinator", nonces):
+        if not is_proof(response, token, "coordinator", nonces):
             raise WorldError("the server there does not know the token")
         return Seal(token, nonces, coordinator=False)
 

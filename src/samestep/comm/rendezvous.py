@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import socket
@@ -20,6 +19,7 @@ from typing_extensions import Self
 from samestep.cluster import ProcessInfo
 from samestep.comm.link import to_bytes, to_text
 from samestep.comm.mesh import Mesh, MeshPeer, StatusBoard, create_boards
+from samestep.comm.signing import derive
 from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
 from samestep.comm.store import PAUSE_SECONDS, StoreClient, open_store
 from samestep.comm.watchdog import OnStall, Watchdog
@@ -290,7 +290,7 @@ def _signing_key(infos: Sequence[PeerInfo]) -> bytes | None:
     if TOKEN not in os.environ:
         return None
     nonces = " ".join(info.nonce for info in infos)
-    return hmac.digest(os.environ[TOKEN].encode(), f"samestep objects {nonces}".encode(), "sha256")
+    return derive(os.environ[TOKEN], "objects", nonces.encode())
 
 
 def _gather_infos(

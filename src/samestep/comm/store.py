@@ -1,13 +1,13 @@
 """The key-value store of a run, through which its workers find each other and publish their status.
 
-samestep's launchers serve it to holders of the run's token (`TokenStore`). Under other launchers it
-is a TCPStore of the launcher or of rank 0, which has no authentication. `StoreClient` uses either,
-with a limit for each call.
+samestep's launchers, or else rank 0, serve it to holders of the run's token (`TokenStore`). Only
+torchrun, and a script with a process group of its own, have a TCPStore, which has no
+authentication. `StoreClient` uses either, with a limit for each call.
 """
 
 from __future__ import annotations
 
-import hmac
+import atexit
 import json
 import os
 import socket
@@ -26,15 +26,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from samestep.cluster import ProcessInfo, connect_to_master, listen_at_master
+from samestep.comm.signing import derive, sign, verified
 from samestep.comm.status import list_workers
-from samestep.comm.token_store import STORE, TokenStore, join_store
+from samestep.comm.store_server import StoreServer, StoreThread
+from samestep.comm.token_store import TokenStore, join_store, join_store_of_rank_0
 from samestep.config import TOKEN
 from samestep.torch_internals import default_store
 
 Value = TypeVar("Value")
 
 CALL_SECONDS: Final = 10.0  # for a reachable store to be opened
-MAC_CHARACTERS: Final = 64  # of a signature in the store: HMAC-SHA256 in hex
 ROUND: Final = "round"  # key: the attempt of torchrun that rank 0 started last
 PAUSE_SECONDS: Final = 0.0005  # between checks for other workers
 WAIT_SECONDS: Final = CALL_SECONDS / 2  # for a key, in one request
@@ -155,16 +156,13 @@ class StoreClient:
         texts = map(self._verified, keys, self._request("multi_get", list(keys)))
         return [None if text is None else _parse(text) for text in texts]
 
-    def _signed(self, key: str, value: Any) -> str:
-        text = json.dumps(value)
-        return text if self.key is None else _mac(self.key, key, text.encode()).decode() + text
+    def _signed(self, key: str, value: Any) -> bytes:
+        text = json.dumps(value).encode()
+        return text if self.key is None else sign(self.key, f"entry {key}", text)
 
     def _verified(self, key: str, data: bytes) -> bytes | None:
         """Return the text of a value, None if it is not signed."""
-        if self.key is None:
-            return data
-        mac, text = data[:MAC_CHARACTERS], data[MAC_CHARACTERS:]
-        return text if hmac.compare_digest(mac, _mac(self.key, key, text)) else None
+        return data if self.key is None else verified(self.key, f"entry {key}", data)
 
     def _request(self, method: str, *arguments: Any) -> Any:
         """Call the store. The error is the same whether it exits before or during the call."""
@@ -203,10 +201,6 @@ def _parse(data: bytes) -> Any:
         raise ValueError("a value is nested too deeply") from None
 
 
-def _mac(secret: bytes, key: str, text: bytes) -> bytes:
-    return hmac.digest(secret, key.encode() + b"\0" + text, "sha256").hex().encode()
-
-
 def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store, StoreClient]:
     """Return the store and its client, with keys under `prefix`.
 
@@ -230,7 +224,7 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
         else liveness,  # between requests, it becomes readable only if it is closed
         hosts_store=hosts_store,
         seconds=limit,
-        key=_store_key(),
+        key=None if isinstance(store, TokenStore) else _store_key(),
         is_own=isinstance(store, TokenStore),
         owns_liveness=in_group or connection is not store,
     )
@@ -239,7 +233,7 @@ def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store
 
 def _store_key() -> bytes | None:
     """Return the key for a store without authentication: a token from the user, None without."""
-    return None if STORE in os.environ or TOKEN not in os.environ else os.environ[TOKEN].encode()
+    return derive(os.environ[TOKEN], "entries") if TOKEN in os.environ else None
 
 
 def within(seconds: float | None, function: Callable[..., Value], *arguments: Any) -> Value:
@@ -315,32 +309,34 @@ def _store(process: ProcessInfo, seconds: float) -> tuple[Store, Liveness | None
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if joined.is_local else None
         return joined, None if silent is None else silent.detach(), False
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline, token = time.monotonic() + seconds, os.environ.get(TOKEN, "")
     listener = None if process.rank != 0 or launcher_has_store else listen_at_master(process)
-    deadline = time.monotonic() + seconds
+    if listener is not None:
+        atexit.register(StoreThread(StoreServer(token, 0), listener).close)
     with ExitStack() as exits:  # closes the socket after an error
-        if listener is None:
-            liveness = exits.enter_context(connect_to_master(process, deadline))
+        liveness = exits.enter_context(connect_to_master(process, deadline))
+        if not launcher_has_store:
+            joined = join_store_of_rank_0((process.address, process.port), token, timeout)
+            atexit.register(joined.close)  # before the server
+            return joined, None, listener is not None
         store = within(
             timeout.total_seconds(),
             _call,
             lambda: dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in __all__
                 process.address,
                 process.port,
-                is_master=listener is not None,
+                is_master=False,
                 timeout=timeout,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach() if listener is not None else None,
             ),
         )
-        if listener is not None:
-            liveness = exits.enter_context(connect_to_master(process, deadline))
         prefix = "attempt/0"
-        if launcher_has_store and "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             key, limit = _store_key(), timeout.total_seconds()
             rounds = PrefixStore("samestep", store)
             client = StoreClient(rounds, liveness, hosts_store=False, seconds=limit, key=key)
             prefix = f"round/{join_round(client, process, seconds)}"
-        return PrefixStore(prefix, store), liveness.detach(), listener is not None
+        return PrefixStore(prefix, store), liveness.detach(), False
 
 
 def join_round(client: StoreClient, process: ProcessInfo, seconds: float) -> str:

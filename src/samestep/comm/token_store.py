@@ -163,10 +163,17 @@ def join_store(environment: Mapping[str, str], timeout: timedelta) -> TokenStore
         return None
     attempt, _, text = environment[STORE].partition("@")
     address = parse_address(text, STORE) if ":" in text else text
-    hello = {
-        "as": "worker",
-        "attempt": int(attempt),
-        "rank": int(environment["RANK"]),
-        "process": f"{socket.gethostname()}:{os.getpid()}",
-    }
+    hello = {"attempt": int(attempt), "rank": int(environment["RANK"]), "process": _process()}
     return TokenStore(address, environment[TOKEN], hello, timeout)
+
+
+def join_store_of_rank_0(address: Address, token: str, timeout: timedelta) -> TokenStore:
+    """Connect to the store of rank 0, which is for one attempt and does not check ranks.
+
+    Workers find out themselves if two have the same rank.
+    """
+    return TokenStore(address, token, {"attempt": 0, "rank": _process(), "process": ""}, timeout)
+
+
+def _process() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"

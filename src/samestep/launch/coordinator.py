@@ -19,18 +19,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from samestep.comm.admission import log, start_server
 from samestep.comm.link import Delivery
-from samestep.host import RunningClock, end_with_parent, raise_file_limit
-from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
-from samestep.launch.membership import LOST_SECONDS, Membership
-from samestep.launch.store_server import (
-    MAX_UNAUTHENTICATED,
+from samestep.comm.store_server import (
     KeyValueStore,
     PeerExitedError,
     StoreConnection,
     StoreServer,
-    log,
 )
+from samestep.host import RunningClock, end_with_parent, raise_file_limit
+from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
+from samestep.launch.membership import LOST_SECONDS, Membership
 
 TICK_SECONDS: Final = 0.05
 HEARTBEAT_SECONDS: Final = 1.0
@@ -105,8 +104,7 @@ class Coordinator(StoreServer):
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve until the run is finished and all hosts have been notified."""
-        server = asyncio.start_server(self.serve_peer, sock=listener, backlog=MAX_UNAUTHENTICATED)
-        async with await server:
+        async with await start_server(self.serve_peer, listener):
             heartbeat_at, end_at, clock = 0.0, math.inf, RunningClock()
             while (now := time.monotonic()) < end_at:
                 clock.now()

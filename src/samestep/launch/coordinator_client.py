@@ -24,7 +24,6 @@ from samestep.launch.attempt import ElasticPolicy, Message
 from samestep.launch.cluster_spec import ClusterSpec
 from samestep.launch.coordinator import HEARTBEAT_SECONDS, CoordinatorConfig, coordinate
 from samestep.launch.membership import JOIN_SECONDS, LOST_SECONDS
-from samestep.launch.store_server import MAX_UNAUTHENTICATED
 from samestep.launch.worker import FORK
 from samestep.record.events import samestep_version
 
@@ -308,7 +307,7 @@ def _listen(master: tuple[str, int]) -> socket.socket | None:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(MAX_UNAUTHENTICATED)
+            listener.listen(socket.SOMAXCONN)
         except OSError as error:
             listener.close()
             if error.errno not in {errno.EADDRNOTAVAIL, errno.EADDRINUSE}:

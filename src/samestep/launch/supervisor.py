@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -16,18 +13,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from samestep.cluster.launchers import LOOPBACK
+from samestep.comm.store_server import StoreServer, StoreThread
 from samestep.comm.token_store import store_variables
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, SamestepError, WorkerError
-from samestep.host import peer_credentials
 from samestep.launch.attempt import ElasticPolicy, Message, Node, WorkerFailure
 from samestep.launch.fork_server import ForkServer
 from samestep.launch.membership import Membership
 from samestep.launch.output import Outputs
-from samestep.launch.store_server import StoreServer, current_task
 from samestep.launch.worker import Job, LocalAttempt
 from samestep.launch.worker_group import WorkerGroup
 from samestep.record import open_record
@@ -42,7 +36,7 @@ TERMINATE_SECONDS: Final = 2.0  # between SIGTERM and SIGKILL
 MAX_TRACEBACK: Final = 50_000  # characters sent to the coordinator: the beginning and the end
 
 
-class LocalStore:
+class LocalStore(StoreThread):
     """The store of one attempt on a single host, served by a thread of the launcher.
 
     Its socket has no port: its abstract `name` is known in this network namespace only. Processes
@@ -51,39 +45,10 @@ class LocalStore:
 
     def __init__(self, token: str, attempt: int) -> None:
         self.name = f"samestep-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(socket.SOMAXCONN)
-        self._server = StoreServer(token, attempt, LOCAL_CONNECTIONS, LOCAL_HELLO_SECONDS)
-        self._loop = asyncio.new_event_loop()
-        self._end = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="samestep store", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with closing(self._loop):
-            self._loop.run_until_complete(self._serve())
-
-    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if peer_credentials(writer.get_extra_info("socket"))[1] == os.geteuid():
-            await self._server.serve_peer(reader, writer)
-        else:
-            writer.transport.abort()
-
-    async def _serve(self) -> None:
-        backlog = socket.SOMAXCONN
-        async with await asyncio.start_unix_server(
-            self._serve_peer, sock=self._listener, backlog=backlog
-        ):
-            await self._end.wait()
-            tasks = asyncio.all_tasks() - {current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"\0{self.name}")
+        server = StoreServer(token, attempt, LOCAL_CONNECTIONS, LOCAL_HELLO_SECONDS)
+        super().__init__(server, listener)
 
 
 class LocalCoordinator:
@@ -100,21 +65,15 @@ class LocalCoordinator:
         self._node = Node(socket.gethostname(), workers, self._orders.append, now, leads=True)
         self._membership.join(self._node)
         self._store: LocalStore | None = None
-        self._listener: socket.socket | None = None  # of a store for process groups
-        self._store_for_groups: TCPStore | None = None
-
-    @property
-    def files(self) -> Sequence[Any]:
-        """Open files that become readable when a worker makes a process group."""
-        return () if self._listener is None else (self._listener,)
+        self._port: socket.socket | None = None  # reserved for the workers, but nothing listens
+        self.files: Sequence[Any] = ()  # open files that become readable when an order arrives
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._store = self._listener = None
-        self._store_for_groups = None  # torch closes it with the last reference
+        if self._port is not None:
+            self._port.close()
+        self._store = self._port = None
 
     def report(self, what: str, now: float | None = None, **fields: Any) -> None:
         """Report an event on this host, at a time of `time.monotonic`."""
@@ -123,46 +82,29 @@ class LocalCoordinator:
 
     def orders(self, step: int | None) -> list[Message]:
         """Return the next orders, given the number of completed steps."""
-        self._serve_groups()
         self.report("heartbeat", step=step)
         self._membership.update(time.monotonic())
         orders, self._orders[:] = list(self._orders), []
         return orders
 
     def environment(self, attempt: int) -> dict[str, str]:
-        """Open a new store; return the variables by which an attempt's workers find both stores.
+        """Open a new store; return the variables by which an attempt's workers find it.
 
-        samestep uses a store that asks for the run's token. The other one is for process groups
-        that a script makes itself: torchrun sets the same variables, and torch.distributed reads
-        them. It starts when the first worker connects.
+        MASTER_PORT is for scripts that read it. Nothing listens there: process groups use the store
+        of the run, too. A script may listen there itself, as TCPStore does with this option.
         """
         self.close()
-        self._listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind((LOOPBACK, 0))
         self._store = store = LocalStore(self._token, attempt)
         return {
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._listener.getsockname()[1]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_PORT": str(self._port.getsockname()[1]),
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             **store_variables(store.name, attempt),
         }
-
-    def _serve_groups(self) -> None:
-        """Start the store for process groups if a worker waits for it.
-
-        A TCPStore that opens its own socket listens on all addresses, so it is given one that
-        listens only on the loopback interface. Its thread looks up names, and a worker that is
-        forked meanwhile would wait for glibc's lock in its own lookups forever. So it starts after
-        the workers of the attempt are forked, and closes before the next ones are.
-        """
-        if self._store_for_groups or not self._listener or not wait([self._listener], 0.0):
-            return
-        port, file = self._listener.getsockname()[1], self._listener.detach()
-        self._listener = None
-        self._store_for_groups = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file
-        )
 
 
 class Supervisor:

@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -271,7 +273,7 @@ class Job:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
-        _keep_process_groups()
+        _prepare_process_groups()
         # what the body draws before `init` is the same in all workers and at every start
         set_generators(key(self.config.seed, "before init"))
         self.signals.reset()
@@ -325,14 +327,25 @@ def _exit_within(seconds: float, rank: int, code: int) -> None:
     threading.Thread(target=end, name="samestep exit", daemon=True).start()
 
 
-def _keep_process_groups() -> None:
-    """Keep process groups that the body makes until the process exits.
+def _prepare_process_groups() -> None:
+    """Let process groups that the body makes use the run's store, and keep them until the exit.
 
-    Otherwise a DistributedDataParallel that outlives its group's `destroy_process_group`, as a
-    local variable does, destroys the group: it waits for gloo's thread without releasing Python's
-    lock, which that thread needs to release its last tensors (torch 2.13).
+    torch would open a store to which anyone can write. And a DistributedDataParallel that outlives
+    its group's `destroy_process_group`, as a local variable does, destroys the group: it waits for
+    gloo's thread without releasing Python's lock, which that thread needs to release its last
+    tensors (torch 2.13).
     """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     from samestep.comm.distributed import KEPT_GROUPS
-    from samestep.torch_internals import on_new_group
+    from samestep.comm.token_store import join_store
+    from samestep.torch_internals import on_new_group, on_new_group_store
 
     on_new_group(KEPT_GROUPS.append)
+    numbers = count()  # a group reads no addresses of an earlier one
+
+    def connect(timeout: timedelta) -> PrefixStore:
+        store: Any = join_store(os.environ, timeout)
+        return PrefixStore(f"group/{next(numbers)}", store)
+
+    on_new_group_store(connect)

@@ -8,8 +8,6 @@ a cookie, so that the token is in no URL, history or log.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 import re
 import time
@@ -21,6 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from samestep.comm.signing import derive, is_equal
 
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS: Final = {
@@ -68,7 +68,7 @@ class Guard:
         self._names = LOOPBACK_NAMES | {host.lower()}
         self._cookie = f"samestep-{port}"  # browsers share cookies between ports
         self._failures = Failures()
-        self._pass = hashlib.sha256(f"samestep watch {token}".encode()).hexdigest()
+        self._pass = derive(token or "", "watch cookie").hex()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,7 +99,7 @@ class Guard:
         if not self._is_host_allowed(request):
             text = "expected a loopback name as host, such as localhost or 127.0.0.1"
             return PlainTextResponse(text, 421)
-        has_pass = _equal(request.cookies.get(self._cookie, ""), self._pass)
+        has_pass = is_equal(request.cookies.get(self._cookie, ""), self._pass)
         if self._token is not None and not has_pass:
             response = self._authorize(request, self._token)
             if response is not None:
@@ -117,7 +117,7 @@ class Guard:
         if seconds and (is_bearer or is_login):
             text = f"too many failed attempts; try again in {seconds} s"
             return PlainTextResponse(text, 429, {"Retry-After": str(seconds)})
-        if is_login or (is_bearer and _equal(secret.strip(), token)):
+        if is_login or (is_bearer and is_equal(secret.strip(), token)):
             return None
         if is_bearer:
             self._failures.add(_address(request))
@@ -132,7 +132,7 @@ class Guard:
         if body is None:
             return PlainTextResponse("the form is too long", 413)
         token = parse_qs(body.decode(errors="replace")).get("token", [""])[0].strip()
-        if not _equal(token, self._token or ""):
+        if not is_equal(token, self._token or ""):
             self._failures.add(_address(request))
             return _form("Wrong token.")
         response = RedirectResponse("./", 303)
@@ -196,11 +196,6 @@ def _address(request: Request) -> str:
 
 def _form(text: str) -> Response:
     return HTMLResponse(_FORM.format(text=text), 401, {"WWW-Authenticate": "Bearer"})
-
-
-def _equal(received: str, expected: str) -> bool:
-    """Compare in a time that does not depend on where the strings differ."""
-    return hmac.compare_digest(received.encode(errors="surrogatepass"), expected.encode())
 
 
 class Query:

@@ -25,7 +25,9 @@ image, and 409 for notes that cannot be written.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -34,6 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -42,7 +45,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from samestep.comm.admission import (
+    ACCEPTED_AT_ONCE,
+    connections_within,
+    first_of_busiest,
+    limit_errors,
+)
 from samestep.errors import RecordError
 from samestep.watch.curves import AXES
 from samestep.watch.runs import Changes, Views
@@ -66,6 +76,53 @@ MOST_WORKERS: Final = 10**6
 MOST_BYTES: Final = 10**15
 LONGEST_NOTES: Final = 2**17  # bytes of a request
 LARGEST_SMOOTHING: Final = 0.999
+REQUEST_SECONDS: Final = 10.0  # for a request to arrive
+MOST_WAITING: Final = 100  # connections without a complete request
+TRUSTED_PROXIES: Final = "FORWARDED_ALLOW_IPS"  # uvicorn's variable: their X-Forwarded-For is used
+
+
+class Connection(H11Protocol):
+    """A connection whose requests must arrive completely within `REQUEST_SECONDS`.
+
+    At most `MOST_WAITING` may be without a complete one: one more closes the oldest of the address
+    that has most of them. uvicorn would wait forever, and count them as requests.
+    """
+
+    limit: asyncio.TimerHandle | None = None  # of the wait for the next request
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_request()
+        connections: set[Any] = self.connections
+        waiting = [each for each in connections if each.awaits_request]
+        if len(waiting) > connections_within(MOST_WAITING):
+            waiting.sort(key=lambda each: each.limit.when())
+            addresses = {each: str(each.client and each.client[0]) for each in waiting}
+            first_of_busiest(addresses).transport.abort()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.limit is not None:
+            self.limit.cancel()
+
+    @property
+    def awaits_request(self) -> bool:
+        """Whether a part of the next request, or all of it, is still missing."""
+        is_missing = self.conn.their_state in {h11.IDLE, h11.SEND_BODY}
+        return is_missing and not self.transport.is_closing()
+
+    def _await_request(self) -> None:
+        if self.limit is not None:
+            self.limit.cancel()
+        self.limit = self.loop.call_later(REQUEST_SECONDS, self._end_wait)
+
+    def _end_wait(self) -> None:
+        if self.awaits_request:
+            self.transport.abort()
 
 
 class Server(uvicorn.Server):
@@ -74,6 +131,12 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, changes: Changes) -> None:
         super().__init__(config)
         self._changes = changes
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        limit_errors()
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(socket.SOMAXCONN)  # more than asyncio accepts at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._changes.stop()
@@ -88,9 +151,12 @@ def serve(
     config = uvicorn.Config(
         make_app(views, changes, token=token, host=host, port=port, read_only=read_only),
         access_log=False,
-        http="h11",
+        backlog=ACCEPTED_AT_ONCE,
+        http=Connection,
         limit_concurrency=500,
         log_level="warning",
+        # anyone could claim another address, with more attempts to log in
+        proxy_headers=TRUSTED_PROXIES in os.environ,
         server_header=False,
         timeout_graceful_shutdown=1,
         ws="none",

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-import sys
+import socket
 import threading
-from collections import Counter, defaultdict
-from queue import SimpleQueue
+from collections import defaultdict
+from contextlib import closing
 from typing import Any, Final
 
-from samestep.comm import link
-from samestep.comm.link import to_bytes, to_text
-from samestep.launch.attempt import Message
+from samestep.cluster.network import peer_user
+from samestep.comm import link, signing
+from samestep.comm.admission import connections_within, first_of_busiest, log, start_server
+from samestep.comm.link import Message, to_bytes, to_text
 
 MAX_SECONDS: Final = 1e9
 # connections in a handshake: all workers of a large run arrive at once
 MAX_UNAUTHENTICATED: Final = 4096
 MAX_LOGGED_ADDRESSES: Final = 100  # of refused connections
+MAX_STORED: Final = 1 << 28  # characters of all keys and values
 MAX_ANSWER: Final = 1 << 20  # characters of values, unless one is longer
 _READ_BYTES: Final = 1 << 16
-_lines: SimpleQueue[str] = SimpleQueue()
-_printing = threading.Lock()
 
 
 class PeerExitedError(ConnectionError):
@@ -37,6 +38,7 @@ class KeyValueStore:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}  # in base64, as they arrive and leave
+        self._stored = 0  # characters of keys and values
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     async def handle(self, request: Message) -> dict[str, Any]:
@@ -98,11 +100,16 @@ class KeyValueStore:
                 # torch's stores return the expected value for a missing key
                 return held if key in self._values else expected
             case "delete":
+                self._stored -= len(key) + len(held) if key in self._values else 0
                 return self._values.pop(key, None) is not None
         raise ValueError(f"a store has no operation {request['do']!r}")
 
     def _set(self, key: str, value: str) -> None:
-        self._values[key] = value
+        held = self._values.get(key)
+        stored = self._stored + len(value) + (len(key) if held is None else -len(held))
+        if stored > MAX_STORED:
+            raise ValueError(f"the store must hold at most {MAX_STORED} characters, got {stored}")
+        self._values[key], self._stored = value, stored
         for waiting in self._waiting.pop(key, ()):
             if not waiting.done():
                 waiting.set_result(None)
@@ -155,14 +162,14 @@ class StoreConnection:
 
         Raises `ValueError` if the peer does not hold it.
         """
-        nonces = secrets.token_bytes(link.NONCE_BYTES)
+        nonces = secrets.token_bytes(signing.NONCE_BYTES)
         self._write({"nonce": nonces.hex()})
         hello = link.decode(await self._next_body())
-        nonces += link.nonce_of(hello)
-        if not link.is_proof(hello, token, b"member", nonces):
+        nonces += signing.nonce_of(hello)
+        if not signing.is_proof(hello, token, "member", nonces):
             self._write({"refused": "token"})
             raise ValueError("it does not have this run's token")
-        self._write({"proof": link.prove(token, b"coordinator", nonces).hex()})
+        self._write({"proof": signing.prove(token, "coordinator", nonces)})
         self._frames.max_bytes = link.MAX_BYTES
         self._seal = link.Seal(token, nonces, coordinator=True)
         return await self.receive()
@@ -210,6 +217,7 @@ class StoreServer:
         hello_seconds: float | None = None,
     ) -> None:
         self._token, self._max_unauthenticated = token, max_unauthenticated
+        self.has_token = bool(token)
         self._hello_seconds = hello_seconds or link.HELLO_SECONDS
         self._attempt, self._store = attempt, KeyValueStore()
         self._rank_owners: dict[str, str] = {}  # processes by rank
@@ -222,6 +230,8 @@ class StoreServer:
         peer = StoreConnection(reader, writer)
         try:
             await self._serve(peer, await self._authenticate(peer, writer))
+        except ConnectionError:
+            pass  # it has gone, as a worker that waited until this server was up
         except (ValueError, OSError, asyncio.TimeoutError) as error:
             self._log_refused(writer, error)
         except asyncio.CancelledError:
@@ -231,14 +241,15 @@ class StoreServer:
 
     async def _authenticate(self, peer: StoreConnection, writer: asyncio.StreamWriter) -> Message:
         waiting = self._unauthenticated
-        if len(waiting) >= self._max_unauthenticated:
-            ((busy, _),) = Counter(waiting.values()).most_common(1)
-            next(other for other, address in waiting.items() if address == busy).transport.abort()
+        if len(waiting) >= connections_within(self._max_unauthenticated):
+            first = first_of_busiest(waiting)
+            del waiting[first]
+            first.transport.abort()
         waiting[writer] = _address(writer)
         try:
             return await asyncio.wait_for(peer.authenticate(self._token), self._hello_seconds)
         finally:
-            del waiting[writer]
+            waiting.pop(writer, None)
 
     async def _serve(self, peer: StoreConnection, hello: Message) -> None:
         task, store = current_task(), self._store
@@ -288,14 +299,40 @@ def _address(writer: asyncio.StreamWriter) -> str:
     return str(peer[0]) if peer else "this host"  # a Unix socket has no address
 
 
-def log(text: str) -> None:
-    """Print a line for the user, soon: hosts must not wait for a slow disk or terminal."""
-    _lines.put(f"samestep: {text}\n")
-    threading.Thread(target=_print, name="samestep log").start()
+class StoreThread:
+    """Serves a store on a listening socket in a thread of this process.
 
+    Processes of other users of this host are disconnected. With a token, TCP needs no such check.
+    """
 
-def _print() -> None:
-    """Print the next line, in a thread that then ends."""
-    with _printing:
-        sys.stderr.write(_lines.get())
-        sys.stderr.flush()
+    def __init__(self, server: StoreServer, listener: socket.socket) -> None:
+        self._server, self._listener = server, listener
+        listener.listen(socket.SOMAXCONN)  # others may connect before the thread runs
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with closing(self._loop):
+            self._loop.run_until_complete(self._serve())
+
+    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asks_kernel = self._listener.family == socket.AF_UNIX or not self._server.has_token
+        connection = writer.get_extra_info("socket")
+        if asks_kernel and peer_user(connection) not in {None, os.geteuid()}:
+            writer.transport.abort()
+        else:
+            await self._server.serve_peer(reader, writer)
+
+    async def _serve(self) -> None:
+        async with await start_server(self._serve_peer, self._listener):
+            await self._end.wait()
+            tasks = asyncio.all_tasks() - {current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from samestep.comm.link import to_text
-from samestep.launch.store_server import KeyValueStore
+from samestep.comm.store_server import KeyValueStore
 
 VALUES = [
     None,
