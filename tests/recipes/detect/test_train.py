@@ -231,7 +231,7 @@ def test_evaluation_without_parameters_is_an_error(tmp_path, digits, capsys):
     with pytest.raises(SystemExit):
         main([*SMALL, "--eval"])
     assert "--eval needs --dir" in capsys.readouterr().err
-    with pytest.raises(SettingsError, match=f"{SETTINGS_FILE} cannot be read"):
+    with pytest.raises(SettingsError, match=f"{SETTINGS_FILE} does not exist"):
         main(["--eval", "--dir", str(tmp_path)])
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {digits}}}")
     with pytest.raises(WorkerFailedError, match="--eval needs the --dir of a run with a snapshot"):

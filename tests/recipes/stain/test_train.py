@@ -158,7 +158,7 @@ def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main(["--continue", "--dir", str(tmp_path)])
     assert (
-        f"--continue needs the --dir of a run, and {tmp_path / SETTINGS_FILE} does not exist"
+        f"--continue: expected the --dir of a run, and {tmp_path / SETTINGS_FILE} does not exist"
         in capsys.readouterr().err
     )
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {data.partition('=')[2]}}}\n")
