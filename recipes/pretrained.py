@@ -220,7 +220,6 @@ PICKLED = {
 }
 
 
-
 def _tensor(value: Any) -> Any:
     """Return the tensor of a pickled array; Paddle writes some as a tuple of name and array."""
     array = value[-1] if isinstance(value, tuple) and value else value

@@ -235,7 +235,7 @@ PROGRAMS = (
             "policy.learn.learning_rate": "optimizer.learning_rate",
             "policy.learn.target_update_freq": "optimizer.target_every",
             "policy.learn.update_per_collect": "collect.updates",
-            "policy.collect.n_sample": "collect.environments × collect.steps",
+            "policy.collect.n_sample": "collect.environments times collect.steps",
             "policy.random_collect_size": "collect.warmup_steps",
             "policy.eval.evaluator.eval_freq": "evaluation.every",
             "policy.other.eps.start": "collect.exploration_start",

@@ -1,4 +1,7 @@
-"""Learning rates for another batch size, by the linear rule (Goyal et al. 2017, arXiv 1706.02677)."""
+"""Learning rates for another batch size, by the linear rule.
+
+Goyal et al. 2017, arXiv 1706.02677.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ def scaled(rate: float, reference: int | None, batch_size: int) -> float:
 
 def describe_scaling(rates: Mapping[str, float], reference: int | None, batch_size: int) -> str:
     """Describe learning rates, by what they are called, and how they were scaled."""
-    now = ", ".join(f"{name} {scaled(rate, reference, batch_size):g}" for name, rate in rates.items())
+    texts = (f"{name} {scaled(rate, reference, batch_size):g}" for name, rate in rates.items())
+    now = ", ".join(texts)
     if reference is None:
         return f"{now}, not scaled with the batch size"
     before = ", ".join(f"{rate:g}" for rate in rates.values())

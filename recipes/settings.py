@@ -129,7 +129,9 @@ class Parser(argparse.ArgumentParser):
         if os.environ.get("RANK", "0") == "0":
             super()._print_message(*message_and_file)
 
-    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_intermixed_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """Parse arguments, after an error for flags of the programs that recipes replace."""
         arguments = sys.argv[1:] if args is None else list(args)
         for argument in arguments:

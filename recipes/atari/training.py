@@ -15,9 +15,7 @@ from recipes.scaling import describe_scaling, scaled
 def make_networks(settings: Settings) -> dict[str, nn.Module]:
     """Make the networks `online` and `target` for the game's actions."""
     actions = Game(settings.game).actions
-    return {
-        name: QNetwork(settings.model, settings.game, actions) for name in ("online", "target")
-    }
+    return {name: QNetwork(settings.model, settings.game, actions) for name in ("online", "target")}
 
 
 def load_pretrained(networks: dict[str, nn.Module], settings: Settings, *, evaluates: bool) -> str:

@@ -45,7 +45,8 @@ def load_pretrained(generators: Generators, settings: Settings) -> str:
         _load_in_order(network, saved, file)
     for number, network in enumerate(generators.segmentation, start=1):
         names = [f"{epoch}_net_G{kind}{number}.pth" for kind in (modalities + 1, "S")]
-        file = next((folder / name for name in names if (folder / name).exists()), folder / names[0])
+        name = next((name for name in names if (folder / name).exists()), names[0])
+        file = folder / name
         _load_in_order(network, read_parameters(file), file)
     return f"loaded {modalities + len(generators.segmentation)} generators of DeepLIIF in {folder}"
 
@@ -65,9 +66,7 @@ def _load_in_order(network: nn.Module, saved: Mapping[str, Tensor], path: Path) 
 
 
 def _check_padding(path: Path, saved: Mapping[str, Tensor], padding: str) -> None:
-    reflects = any(
-        REFLECTED.fullmatch(name) and tensor.ndim == 4 for name, tensor in saved.items()
-    )
+    reflects = any(REFLECTED.fullmatch(name) and tensor.ndim == 4 for name, tensor in saved.items())
     if saved and reflects != (padding == "reflect"):
         trained = "reflect" if reflects else "zeros"
         raise PretrainedError(f"{path} was trained with padding: set model.padding={trained}")

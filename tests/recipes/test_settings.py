@@ -23,7 +23,6 @@ from recipes.settings import (
 )
 from recipes.stain.data import StripError
 from recipes.vit.data import ImageError
-
 from samestep.errors import LoaderError
 
 
