@@ -18,6 +18,7 @@ from recipes.settings import (
     parser,
     read,
     run_script,
+    run_settings,
     setting,
     write_settings,
 )
@@ -259,6 +260,16 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
     base = r"missing\.yaml, the base of .*a\.yaml, does not exist"
     with pytest.raises(SettingsError, match=base):
         read(Outer, [write(tmp_path / "a.yaml", {"base": "missing.yaml"})])
+
+
+def test_settings_of_a_run_are_fetched_from_its_remote_copy(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_REMOTE", (tmp_path / "remote").as_uri())
+    write_settings(tmp_path / "run", Outer(steps=3))
+    assert read(Outer, [run_settings(tmp_path / "elsewhere")]) == Outer(steps=3)
+    monkeypatch.delenv("SAMESTEP_REMOTE")
+    assert run_settings(tmp_path / "elsewhere") == str(tmp_path / "elsewhere" / SETTINGS_FILE)
+    with pytest.raises(SettingsError, match=r"the --dir of a run, and .* does not exist"):
+        run_settings(tmp_path / "none")
 
 
 def test_an_empty_file_changes_nothing(tmp_path):
