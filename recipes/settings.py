@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 
 import samestep as ss
 from recipes.replaced import LAUNCH, replacement
-from samestep.storage import Storage
 
 S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
@@ -77,10 +76,13 @@ def write_settings(directory: Path | None, settings: Any) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(plain), directory / SETTINGS_FILE)
         if remote := _remote():
+            files, target = remote
             try:
-                remote.write(SETTINGS_FILE, (directory / SETTINGS_FILE).read_bytes())
-            except ss.SamestepError as error:
-                print(f"settings without a remote copy: {error}", flush=True)
+                if "file" in files.protocol:  # object stores have no folders
+                    Path(target).parent.mkdir(parents=True, exist_ok=True)
+                files.pipe_file(target, (directory / SETTINGS_FILE).read_bytes())
+            except Exception as error:  # noqa: BLE001  storages have their own errors
+                print(f"{SETTINGS_FILE} was not copied to {target}: {error}", flush=True)
 
 
 def run_settings(directory: Path) -> str:
@@ -91,20 +93,25 @@ def run_settings(directory: Path) -> str:
     """
     path = directory / SETTINGS_FILE
     remote = None if path.exists() else _remote()
-    if remote and (size := remote.size(SETTINGS_FILE)) is not None:
+    if remote and remote[0].exists(remote[1]):
+        files, source = remote
         directory.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{SETTINGS_FILE}.{os.getpid()}")  # several workers may fetch it
-        part.write_bytes(remote.read(SETTINGS_FILE, 0, min(size, LARGEST)))
+        part.write_bytes(files.cat_file(source, 0, LARGEST))
         part.replace(path)
     if not path.exists():
         raise SettingsError(f"expected the --dir of a run, and {path} does not exist")
     return str(path)
 
 
-def _remote() -> Storage | None:
-    """Return the storage of the run's remote copy, None without one."""
+def _remote() -> tuple[Any, str] | None:
+    """Return the file system of the run's remote copy and the path of its settings."""
     url = os.environ.get("SAMESTEP_REMOTE", "")
-    return None if url.lower() in {"", "none"} else Storage(url)
+    if url.lower() in {"", "none"}:
+        return None
+    import fsspec  # an optional package, which samestep needs for the copy as well
+
+    return fsspec.core.url_to_fs(f"{url.rstrip('/')}/{SETTINGS_FILE}")
 
 
 def write_run_settings(run: ss.Run, settings: Any) -> None:
