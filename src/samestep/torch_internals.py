@@ -134,7 +134,7 @@ class GradScalerHooks(torch.amp.GradScaler):
         It would warn after the first step of a run if that one was skipped.
         """
         result = super().step(optimizer, *args, **kwargs)
-        vars(optimizer)["_opt_called"] = True
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         return result
 
     def _unscale_grads_(
