@@ -213,7 +213,7 @@ PROGRAMS = (
             "--env": "game.name=…",
             "--env-step": "updates=…",
             "--train-iter": "updates=…",
-            "--load-path": "--pretrained FILE",
+            "--load-path": "--pretrained FILE, an export of this recipe",
             "--exp-name": DIRECTORY,
             "exp_name": DIRECTORY,
             "env.env_id": "game.name",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from recipes.detect.coco import AnnotationError
 
-CROWD, FLAT, OUTSIDE, APART, CUT = (  # the last ones are used, the others left out
+CROWD, FLAT, OUTSIDE, APART, CUT = (  # boxes that are cut are learned, all others left out
     "crowds",
     "without width or height",
     "outside of their image",
@@ -25,7 +25,7 @@ CROWD, FLAT, OUTSIDE, APART, CUT = (  # the last ones are used, the others left 
 )
 TOLERANCE = 1.0  # pixels that boxes may be off because they were rounded
 LEAST_BOXES = 4  # fewer may look like corners by chance
-BEYOND = 0.25  # fraction of boxes over the border that corners, read as sizes, always exceed
+BEYOND = 0.25  # boxes whose right or bottom is outside, if corners are read as sizes: about 3/4
 
 
 def leave_out_faults(truth: COCO, file: Path) -> str:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.pretrained import PretrainedError, load, read_parameters
+from recipes import pretrained
+from recipes.pretrained import PretrainedError, load
 
 POSITIONS = "pos_embed"
 PADDLE_NAMES = (  # in both generations of PaddleViT's ViT
@@ -35,8 +36,6 @@ def load_pretrained(model: nn.Module, path: Path, *, evaluates: bool = False) ->
     `PretrainedError` that lists every other parameter that does not fit.
     """
     saved, state = read_parameters(path), model.state_dict()
-    if path.suffix == ".pdparams":
-        saved = _from_paddle(saved)
     done = [f"loaded {path}"]
     if POSITIONS in saved and saved[POSITIONS].shape[1] != state[POSITIONS].shape[1]:
         old, new = saved[POSITIONS].shape[1], state[POSITIONS].shape[1]
@@ -44,6 +43,12 @@ def load_pretrained(model: nn.Module, path: Path, *, evaluates: bool = False) ->
         saved[POSITIONS] = resized_positions(saved[POSITIONS], new)
     done += load(model, saved, path, head="head", outputs="classes", evaluates=evaluates)
     return "; ".join(done)
+
+
+def read_parameters(path: Path) -> dict[str, Tensor]:
+    """Read the parameters in a file, with timm's names. Raises `PretrainedError`."""
+    saved = pretrained.read_parameters(path)
+    return _from_paddle(saved) if path.suffix == ".pdparams" else saved
 
 
 def resized_positions(positions: Tensor, tokens: int) -> Tensor:
