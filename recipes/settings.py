@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
@@ -21,6 +22,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from omegaconf import OmegaConf
 
 import samestep as ss
+from recipes.replaced import LAUNCH, replacement
 
 S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
@@ -57,7 +59,8 @@ def read(kind: type[S], sources: Iterable[str]) -> S:
         key, equals, text = source.partition("=")
         is_file = source.endswith(ENDINGS)
         if not equals and not is_file:
-            raise SettingsError(f"expected a file that ends in .yaml or key=value, got {source!r}")
+            expected = f"expected a file that ends in .yaml or key=value, got {source!r}"
+            raise SettingsError(replacement(source) or expected)
         for place, name, value in _read_file(Path(source)) if is_file else [("", key, text)]:
             _update(config, types, place, name, value)
     try:
@@ -67,11 +70,48 @@ def read(kind: type[S], sources: Iterable[str]) -> S:
 
 
 def write_settings(directory: Path | None, settings: Any) -> None:
-    """Write settings as a file that repeats the run."""
+    """Write settings as a file that repeats the run, also into the run's remote copy."""
     if directory is not None:
         plain = json.loads(json.dumps(asdict(settings), default=str))  # converts tuples and paths
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(plain), directory / SETTINGS_FILE)
+        if remote := _remote():
+            files, target = remote
+            try:
+                if "file" in files.protocol:  # object stores have no folders
+                    Path(target).parent.mkdir(parents=True, exist_ok=True)
+                files.pipe_file(target, (directory / SETTINGS_FILE).read_bytes())
+            except Exception as error:  # noqa: BLE001  storages have their own errors
+                print(f"{SETTINGS_FILE} was not copied to {target}: {error}", flush=True)
+
+
+def run_settings(directory: Path) -> str:
+    """Return the path of the settings file in a run's directory.
+
+    If it is missing and the run has a remote copy (`samestep run --remote URL`), it is fetched.
+    Raises `SettingsError` if there is none.
+    """
+    path = directory / SETTINGS_FILE
+    remote = None if path.exists() else _remote()
+    if remote and remote[0].exists(remote[1]):
+        files, source = remote
+        directory.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{SETTINGS_FILE}.{os.getpid()}")  # several workers may fetch it
+        part.write_bytes(files.cat_file(source, 0, LARGEST))
+        part.replace(path)
+    if not path.exists():
+        raise SettingsError(f"expected the --dir of a run, and {path} does not exist")
+    return str(path)
+
+
+def _remote() -> tuple[Any, str] | None:
+    """Return the file system of the run's remote copy and the path of its settings."""
+    url = os.environ.get("SAMESTEP_REMOTE", "")
+    if url.lower() in {"", "none"}:
+        return None
+    import fsspec  # an optional package, which samestep needs for the copy as well
+
+    return fsspec.core.url_to_fs(f"{url.rstrip('/')}/{SETTINGS_FILE}")
 
 
 def write_run_settings(run: ss.Run, settings: Any) -> None:
@@ -95,6 +135,19 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, *message_and_file: Any) -> None:
         if os.environ.get("RANK", "0") == "0":
             super()._print_message(*message_and_file)
+
+    def parse_intermixed_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parse arguments, after an error for flags of the programs that recipes replace."""
+        arguments = sys.argv[1:] if args is None else list(args)
+        for argument in arguments:
+            if argument.startswith("-") and (instead := replacement(argument)):
+                self.error(instead)
+        flags = super().parse_intermixed_args(arguments, namespace)
+        if flags.local_rank is not None and "LOCAL_RANK" not in os.environ:
+            self.error(f"--local-rank is for launchers, which also set LOCAL_RANK; write {LAUNCH}")
+        return flags
 
 
 def parser(kind: type, description: str) -> Parser:
@@ -121,14 +174,25 @@ def parser(kind: type, description: str) -> Parser:
 def read_arguments(
     kind: type[S], description: str, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, S]:
-    """Return the flags and the settings of a command line with `--dir` and `--eval`."""
+    """Return the flags and the settings of a command line with `--eval` and `--pretrained`."""
     made = parser(kind, description)
-    made.add_argument("--eval", action="store_true", help="evaluate the newest state in DIR")
+    evaluated = "evaluate the newest state in DIR, or the pretrained FILE"
+    made.add_argument("--eval", action="store_true", help=evaluated)
+    made.add_argument("--pretrained", metavar="FILE", help="same as pretrained=FILE")
+    out = "directory for scores.json of --eval; default: the run's directory"
+    made.add_argument("--out", type=Path, metavar="DIR", help=out)
     flags = made.parse_intermixed_args(arguments)
-    if flags.eval and not flags.dir:
-        made.error("--eval needs --dir, the directory of a run")
-    from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval else []
-    return flags, read(kind, [*from_run, *flags.settings])
+    if flags.eval and flags.dir and flags.pretrained:
+        made.error("--eval takes --dir or --pretrained, not both")
+    if flags.out and not flags.eval:
+        made.error("--out is for --eval; training writes into --dir")
+    from_run = [run_settings(flags.dir)] if flags.eval and flags.dir else []
+    from_flags = [f"pretrained={flags.pretrained}"] if flags.pretrained else []
+    settings = read(kind, [*from_run, *flags.settings, *from_flags])
+    if flags.eval and not flags.dir and settings.pretrained is None:
+        made.error("--eval needs --dir, the directory of a run, or --pretrained")
+    flags.out = flags.out or flags.dir
+    return flags, settings
 
 
 def run_script(main: Callable[[], object]) -> None:
@@ -160,6 +224,9 @@ def _read_file(path: Path, *extended_by: Path) -> Iterator[tuple[str, str, Any]]
     try:
         path = path.resolve()
         content = _load(path)
+    except FileNotFoundError:
+        needed = f", the base of {extended_by[-1]}," if extended_by else ""
+        raise SettingsError(f"{path}{needed} does not exist: expected a settings file") from None
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
         reason = str(error).partition("\n")[0]
         raise SettingsError(f"{path} cannot be read as YAML: {reason}") from error
@@ -189,7 +256,8 @@ def _update(config: Any, types: Mapping[str, str], place: str, key: str, value: 
     text = _short(value)
     source = f"{place}{key}={text}"
     if key not in types:
-        raise SettingsError(f"{source}: unknown setting {key}; {_hint(types, key)}")
+        hint = replacement(key) or f"unknown setting {key}; {_hint(types, key)}"
+        raise SettingsError(f"{source}: {hint}")
     if "${" in (value if isinstance(value, str) else text):  # OmegaConf would replace it
         raise SettingsError(f"{source}: references such as ${{key}} are not supported")
     try:

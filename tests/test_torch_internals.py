@@ -204,6 +204,18 @@ def test_a_decision_without_gradients():
     assert scaler.get_scale() == 4.0
 
 
+def test_a_scheduler_does_not_warn_of_a_first_step_that_overflowed():
+    weights = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = internals.GradScalerHooks("cpu", init_scale=4.0)
+    scaler.scale((weights * float("inf")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()  # a warning is an error here
+    assert (weights.tolist(), scaler.get_scale(), scheduler.get_last_lr()) == ([1, 1], 2.0, [0.5])
+
+
 def test_an_optimizer_steps_without_its_hooks():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from recipes.settings import RunSettings, SettingsError, setting
@@ -62,6 +63,9 @@ class OptimizerSettings:
     """The optimizer, Adam (Kingma and Ba 2015), and the loss."""
 
     learning_rate: float = setting(1e-4, "learning rate (constant)")
+    reference_batch_size: int | None = setting(
+        None, "scale the rate by batch_size / this; none: do not"
+    )
     epsilon: float = setting(1e-8, "epsilon of Adam")
     loss: Literal["huber", "squared"] = setting("huber", "huber: squared up to 1, linear beyond")
     double: bool = setting(
@@ -87,6 +91,7 @@ class Settings(RunSettings):
 
     updates: int = setting(1_000_000, "steps of the optimizer")
     batch_size: int = setting(32, "samples per update, over all lanes")
+    pretrained: Path | None = setting(None, "initial network: a file of an export (online)")
     game: GameSettings = field(default_factory=GameSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     collect: CollectSettings = field(default_factory=CollectSettings)

@@ -16,11 +16,10 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from recipes.atari.config import Settings, check
-from recipes.atari.game import Game
 from recipes.atari.lane import Lane
 from recipes.atari.losses import td_loss
-from recipes.atari.model import QNetwork
 from recipes.atari.play import play_games, scores_of, shown
+from recipes.atari.training import describe_rate, load_pretrained, make_networks, make_optimizer
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 
@@ -30,15 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     check(settings, lanes=1)
-    actions = Game(settings.game).actions
-    networks = {
-        name: QNetwork(settings.model, settings.game, actions).to(device())
-        for name in ("online", "target")
-    }
+    networks = make_networks(settings)
+    if settings.pretrained is not None:
+        print(load_pretrained(networks, settings, evaluates=flags.eval and not flags.dir))
+    networks = {name: network.to(device()) for name, network in networks.items()}
     if not flags.eval:
         return train(flags.dir, settings, networks)
     update = load_checkpoint(flags.dir, **networks)
-    if update == 0:  # no checkpoint was found
+    if update == 0 and flags.dir:  # no checkpoint was found
         raise SettingsError("--eval needs the --dir of a run with a checkpoint")
     scores = evaluate(settings, networks["online"])
     random_play = evaluate(settings, networks["online"], exploration=1.0)
@@ -52,10 +50,9 @@ def train(
     """Train from the update of the checkpoint to the last one; games and replay start again."""
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
-    optimizer = torch.optim.Adam(
-        online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon
-    )
+    optimizer = make_optimizer(online, settings)
     done = load_checkpoint(directory, **networks, optimizer=optimizer)
+    print(describe_rate(settings))
     write_settings(directory, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)
     games = Lane(settings, online, lanes=1)

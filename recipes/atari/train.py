@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 import samestep as ss
 from recipes.atari.config import Settings, check
-from recipes.atari.game import Game
 from recipes.atari.lane import Lane
 from recipes.atari.losses import td_loss
-from recipes.atari.model import QNetwork
 from recipes.atari.play import play_games, scores_of, shown
+from recipes.atari.training import describe_rate, load_pretrained, make_networks, make_optimizer
 from recipes.progress import Progress
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
@@ -36,20 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         settings=settings,
     ) as run:
         check(settings, run.lanes)
-        actions = Game(settings.game).actions
-        networks = {
-            name: run.replicate(QNetwork(settings.model, settings.game, actions))
-            for name in ("online", "target")
-        }
+        networks = make_networks(settings)
+        if settings.pretrained is not None and run.step == 0:  # a resumed run has its own
+            run.print(load_pretrained(networks, settings, evaluates=flags.eval))
+        networks = {name: run.replicate(network) for name, network in networks.items()}
         if not flags.eval:
             return train(run, settings, networks)
-        if run.step == 0:  # no snapshot was found
+        if run.step == 0 and flags.dir:  # no snapshot was found
             raise SettingsError("--eval needs the --dir of a run with a snapshot")
         run.track(**networks)  # restores them from the snapshot
         scores = evaluate(run, settings, networks["online"])
         random_play = evaluate(run, settings, networks["online"], exploration=1.0)
         run.print(f"step {run.step}: {shown(scores)}\nrandom play: {shown(random_play)}")
-        write_scores(run, flags.dir, scores, random_play=random_play)
+        write_scores(run, flags.out, scores, random_play=random_play)
         return scores
 
 
@@ -57,10 +54,9 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
     """Train from the current step to the last update."""
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
-    optimizer = torch.optim.Adam(
-        online.parameters(), lr=settings.optimizer.learning_rate, eps=settings.optimizer.epsilon
-    )
+    optimizer = make_optimizer(online, settings)
     run.track(**networks, optimizer=optimizer)  # restores them if resumed
+    run.print(describe_rate(settings))
     write_run_settings(run, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)
     loop = run.streams(

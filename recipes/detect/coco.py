@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from recipes.settings import SettingsError
 
+CROWDS: dict[Any, int] = {0: 0, 1: 1, "0": 0, "1": 1, None: 0}  # values of iscrowd; True is 1
 LEAST_POLYGON = 6  # numbers: three points
 LARGEST_SIDE = 2**16  # pixels of an image; masks of larger ones would need much memory
 LARGEST_PLACE = 1e6  # of a polygon's corner
@@ -31,10 +32,11 @@ class AnnotationError(SettingsError):
     """An annotation file cannot be read, or one of its entries is invalid."""
 
 
-def read_annotations(path: Path) -> COCO:
+def read_annotations(path: Path, *, masks: bool = True) -> COCO:
     """Read an annotation file and check every entry. Raises `AnnotationError`.
 
-    Masks become compressed run lengths. Annotations get the ids 1, 2, …, because COCO's evaluation
+    Masks become compressed run lengths, or are removed without `masks`. An annotation's `entry` is
+    its place in the file. Annotations get the ids 1, 2, …, because COCO's evaluation
     treats an object with id 0 as no object.
     """
     try:
@@ -51,7 +53,9 @@ def read_annotations(path: Path) -> COCO:
     images = {image["id"]: image for _, image in entries["images"]}
     categories = sorted(category["id"] for _, category in entries["categories"])
     for number, (where, annotation) in enumerate(entries["annotations"], start=1):
-        annotation |= {"id": number, **_checked(where, annotation, images, categories)}
+        checked = _checked(where, annotation, images, categories, masks=masks)
+        annotation.pop("segmentation", None)
+        annotation |= {"id": number, "entry": where.removeprefix(f"{path}: "), **checked}
     return COCO({"info": {}, **content})
 
 
@@ -86,7 +90,12 @@ def _check_unique(path: Path, kind: str, ids: list[int]) -> None:
 
 
 def _checked(
-    where: str, entry: dict[str, Any], images: dict[int, Any], categories: list[int]
+    where: str,
+    entry: dict[str, Any],
+    images: dict[int, Any],
+    categories: list[int],
+    *,
+    masks: bool,
 ) -> dict[str, Any]:
     """Return the fields of an annotation that evaluation and training need."""
     image, category, box = images.get(entry["image_id"]), entry["category_id"], entry.get("bbox")
@@ -97,6 +106,11 @@ def _checked(
         raise AnnotationError(f"{where}: expected one of {categories}, got category_id {category}")
     if not _are_numbers(box) or len(box) != 4 or min(box[2:]) < 0:
         raise AnnotationError(f"{where}: expected x, y, width and height, got bbox {box!r}")
+    crowd = _crowd(entry.get("iscrowd"))
+    if crowd is None:
+        raise AnnotationError(f"{where}: expected 0 or 1, got iscrowd {entry['iscrowd']!r}")
+    if not masks:
+        return {"area": _area(where, entry, box[2] * box[3]), "iscrowd": crowd}
     try:
         mask = _runs(where, entry.get("segmentation"), [image["height"], image["width"]])
         pixels = float(rle.area(mask))
@@ -104,10 +118,18 @@ def _checked(
         if isinstance(error, AnnotationError):
             raise
         raise AnnotationError(f"{where}: expected valid run lengths: {error}") from None
-    area = entry.get("area", pixels)
+    return {"segmentation": mask, "area": _area(where, entry, pixels), "iscrowd": crowd}
+
+
+def _crowd(value: Any) -> int | None:
+    return CROWDS.get(value) if isinstance(value, (int, float, str, type(None))) else None
+
+
+def _area(where: str, entry: dict[str, Any], default: float) -> float:
+    area = entry.get("area", default)
     if not _are_numbers([area]):
         raise AnnotationError(f"{where}: expected a number of pixels, got area {area!r}")
-    return {"segmentation": mask, "area": area, "iscrowd": int(bool(entry.get("iscrowd")))}
+    return area
 
 
 def _runs(where: str, segmentation: Any, size: list[int]) -> dict[str, Any]:
@@ -122,8 +144,9 @@ def _runs(where: str, segmentation: Any, size: list[int]) -> dict[str, Any]:
         raise AnnotationError(f"{where}: expected counts that sum to {math.prod(size)} pixels")
     if isinstance(segmentation, list) and segmentation and all(map(_is_polygon, segmentation)):
         return dict(rle.merge(rle.frPyObjects(segmentation, *size)))
+    hint = "" if segmentation else ", got none; model.masks=false learns boxes alone"
     raise AnnotationError(
-        f"{where}: expected segmentation as run lengths or as polygons of x, y, x, y, …"
+        f"{where}: expected segmentation as run lengths or as polygons of x, y, x, y, …{hint}"
     )
 
 

@@ -25,7 +25,14 @@ class ModelSettings:
     )
     width: int = setting(256, "channels of the pyramid and of the heads")
     tower: int = setting(4, "convolutions of a head before its last one")
+    masks: bool = setting(True, "false: boxes alone; annotations then need no segmentation")
     mask_width: int = setting(128, "channels of the mask branch")
+    norm: Literal["group", "frozen"] = setting(
+        "group", "of the backbone; frozen: the batch norm of the file `pretrained`, not trained"
+    )
+    stride_in_first: bool = setting(
+        False, "halve in the first convolution of a bottleneck, as detectron2's R-50 does"
+    )
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,9 @@ class DataSettings:
     train_images: Path | None = setting(None, "default: path/train")
     val_annotations: Path | None = setting(None, "default: path/val.json")
     val_images: Path | None = setting(None, "default: path/val")
+    class_names: tuple[str, ...] | None = setting(
+        None, "names of the categories by id; a run writes those of its training images"
+    )
     short_sides: tuple[int, ...] = setting(
         (),
         "shorter sides to draw from; the last one is used in evaluation; empty: original size",
@@ -97,6 +107,9 @@ class Settings(RunSettings):
 
     batch_size: int = setting(16, "images per step, over all workers")
     evaluate_every: int = setting(5_000, "steps between evaluations; the last one is evaluated")
+    pretrained: Path | None = setting(
+        None, "initial parameters: a file of an export, or detectron2's R-50 (its backbone)"
+    )
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     loss: LossSettings = field(default_factory=LossSettings)

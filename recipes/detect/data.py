@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.detect.coco import AnnotationError, read_annotations
-from recipes.detect.config import DataSettings
+from recipes.detect.config import DataSettings, Settings
+from recipes.detect.faults import leave_out_faults
 from recipes.settings import SettingsError
 
 Entry = dict[str, Any]  # of an image in an annotation file: id, file_name, width, height
@@ -47,19 +49,34 @@ class Batch(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The training and the held-out images."""
+    """The training images, None for an evaluation, and the held-out images."""
 
-    train: CocoImages
+    train: CocoImages | None
     val: CocoImages
 
+    def describe(self) -> str:
+        """Describe the images and boxes of both parts, and the boxes that are left out.
 
-def open_images(settings: DataSettings) -> Split:
-    """Open a data set. Raises `SettingsError`, and `AnnotationError` for an invalid file."""
+        Raises `AnnotationError` if no box is left to learn.
+        """
+        train = self.train
+        if train is not None and all(entry["left_out"] for entry in train.truth.anns.values()):
+            raise AnnotationError(f"{train.file} has no box to learn\n{train.summary}")
+        return "\n".join(images.summary for images in self if images is not None)
+
+
+def open_images(settings: DataSettings, *, masks: bool = True, train: bool = True) -> Split:
+    """Open a data set, without `train` the held-out images alone.
+
+    Raises `SettingsError`, and `AnnotationError` for an invalid file.
+    """
     parts = []
     paths_by_part = {
         "train": (settings.train_annotations, settings.train_images),
         "val": (settings.val_annotations, settings.val_images),
     }
+    if not train:
+        del paths_by_part["train"]
     for part, paths in paths_by_part.items():
         if settings.path is None and None in paths:
             expected = f"a folder with {part}.json and {part}/ (make_data.py makes one)"
@@ -70,24 +87,45 @@ def open_images(settings: DataSettings) -> Split:
             if not exists:
                 expected = "a data set in COCO format (make_data.py makes one)"
                 raise SettingsError(f"{path} does not exist; expected {expected}")
-        parts.append(CocoImages(file, folder, settings, training=part == "train"))
-    train, val = parts
-    if train.names != val.names:
-        raise AnnotationError(f"{val.file} must have the same categories as {train.file}")
-    return Split(train, val)
+        parts.append(CocoImages(file, folder, settings, training=part == "train", masks=masks))
+    first, last = parts[0], parts[-1]
+    if first.names != last.names:
+        raise AnnotationError(f"{last.file} must have the same categories as {first.file}")
+    names = tuple(last.names.values())
+    if settings.class_names not in (None, names):
+        expected = f"the categories data.class_names={list(settings.class_names)}"
+        raise AnnotationError(f"{last.file}: expected {expected}, got {list(names)}")
+    return Split(first if train else None, last)
+
+
+def with_class_names(settings: Settings, images: Split) -> Settings:
+    """Return settings with the names of the categories, which `--eval` compares."""
+    names = tuple(images.val.names.values())
+    return replace(settings, data=replace(settings.data, class_names=names))
 
 
 class CocoImages(Dataset[Sample]):
-    """Images with their objects; crowds and boxes without area are left out.
+    """Images with their objects, without those that `faults` leaves out; `summary` counts both.
 
     `truth` is the indexed annotation file, and `names` has the names of the categories by id. A
-    label is the position of a category in `names`. Raises `AnnotationError` for an image that
-    cannot be read or has another size than its entry, and for an invalid mask.
+    label is the position of a category in `names`. Without `masks`, samples have none.
+    Raises `AnnotationError` for an image that cannot be read or has another size than its entry,
+    and for an invalid mask.
     """
 
-    def __init__(self, file: Path, folder: Path, settings: DataSettings, *, training: bool) -> None:
+    def __init__(
+        self,
+        file: Path,
+        folder: Path,
+        settings: DataSettings,
+        *,
+        training: bool,
+        masks: bool = True,
+    ) -> None:
         self.file, self.folder, self.settings, self.training = file, folder, settings, training
-        self.truth = read_annotations(file)
+        self.masks = masks
+        self.truth = read_annotations(file, masks=masks)
+        self.summary = leave_out_faults(self.truth, file)
         self.entries: list[Entry] = self.truth.dataset["images"]
         self.names = {
             number: category["name"] for number, category in sorted(self.truth.cats.items())
@@ -148,13 +186,14 @@ class CocoImages(Dataset[Sample]):
         height, width = entry["height"], entry["width"]
         labels, corners, masks = [], [], [torch.zeros(0, height, width, dtype=torch.uint8)]
         for annotation in self.truth.imgToAnns.get(entry["id"], []):
+            if annotation["left_out"]:
+                continue
             left, top, box_width, box_height = annotation["bbox"]
             right, bottom = min(left + box_width, width), min(top + box_height, height)
             left, top = max(left, 0.0), max(top, 0.0)
-            if left >= right or top >= bottom or annotation["iscrowd"]:
-                continue
             try:
-                masks.append(torch.from_numpy(self.truth.annToMask(annotation))[None])
+                if self.masks:
+                    masks.append(torch.from_numpy(self.truth.annToMask(annotation))[None])
             except ValueError as error:
                 where = f"{self.file}: a mask of image {entry['id']}"
                 raise AnnotationError(f"{where} cannot be decoded: {error}") from error

@@ -34,7 +34,8 @@ def detection_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of all losses over the boxes of a lane's images, and the sum of each loss."""
     outputs = model(batch.images)
-    sums = dict.fromkeys(("class", "box", "centerness", "mask"), outputs.distances.new_zeros(()))
+    names = ("class", "box", "centerness", *["mask"] * model.has_masks)
+    sums = dict.fromkeys(names, outputs.distances.new_zeros(()))
     for image in range(len(batch.images)):
         for name, value in image_losses(model, outputs, batch, image, settings).items():
             sums[name] = sums[name] + value
@@ -69,8 +70,9 @@ def image_losses(
         outputs.centerness[image][locations].float(), target_centerness, reduction="none"
     )
     losses["centerness"] = (positives.weights * entropy).sum()
-    drawn = draw_locations(assigned, settings.mask_locations)
-    losses["mask"] = mask_loss(model, outputs, batch.masks[image], image, drawn)
+    if model.has_masks:
+        drawn = draw_locations(assigned, settings.mask_locations)
+        losses["mask"] = mask_loss(model, outputs, batch.masks[image], image, drawn)
     return losses
 
 

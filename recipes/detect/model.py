@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
     distances: Tensor  # [batch, locations, 4]: pixels to a box's left, top, right and bottom
     centerness: Tensor  # [batch, locations]: logits of how central the location is in its box
     features: Tensor  # [batch, locations, width]: input of `Detector.control_head`
-    mask_features: Tensor  # [batch, 8, height, width], at the finest level's stride
+    mask_features: Tensor | None  # [batch, 8, height, width], at the finest level's stride
     points: Tensor  # [locations, 2]: x and y in pixels
     strides: Tensor  # [locations]: of their levels
 
@@ -61,14 +61,24 @@ class Detector(nn.Module):
         self.class_head, self.distance_head, self.centerness_head = head(classes), head(4), head(1)
         # A linear layer can be applied to the locations that need a mask. Applied to all locations,
         # it would be the most expensive layer.
-        self.control_head = nn.Linear(settings.width, CONTROLS)
+        self.control_head = nn.Linear(settings.width, CONTROLS) if settings.masks else None
         self.distance_scales = nn.Parameter(torch.ones(len(self.strides)))
-        mask_tower = tower(settings.width, settings.mask_width, settings.tower)
-        self.mask_branch = nn.Sequential(*mask_tower, nn.Conv2d(settings.mask_width, CHANNELS, 1))
-        for layer in (self.class_head, self.distance_head, self.centerness_head, self.control_head):
+        self.mask_branch = None
+        heads = [self.class_head, self.distance_head, self.centerness_head]
+        if settings.masks:
+            mask_tower = tower(settings.width, settings.mask_width, settings.tower)
+            last = nn.Conv2d(settings.mask_width, CHANNELS, 1)
+            self.mask_branch = nn.Sequential(*mask_tower, last)
+            heads.append(self.control_head)
+        for layer in heads:
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
         nn.init.constant_(self.class_head.bias, -math.log((1 - PRIOR) / PRIOR))
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether masks are predicted."""
+        return self.mask_branch is not None
 
     @property
     def multiple(self) -> int:
@@ -93,7 +103,7 @@ class Detector(nn.Module):
             distances,
             centerness.squeeze(2),
             features,
-            self.mask_branch(finest),
+            self.mask_branch(finest) if self.has_masks else None,
             torch.cat(points),
             torch.cat(strides),
         )
@@ -111,13 +121,15 @@ class ResNet(nn.Module):
         self.widths = {finest * 2**stage: width for stage, width in enumerate(settings.widths)}
         pool = [nn.MaxPool2d(3, stride=2, padding=1)] if settings.stem_pool else []
         self.stem = nn.Sequential(
-            *convolution(3, settings.stem_width, kernel=7, stride=2), nn.ReLU(), *pool
+            *convolution(3, settings.stem_width, kernel=7, stride=2, norm=settings.norm),
+            nn.ReLU(),
+            *pool,
         )
         self.stages = nn.ModuleList()
         inputs = settings.stem_width
         for stage, (blocks, width) in enumerate(zip(settings.blocks, settings.widths, strict=True)):
-            first = Block(inputs, width, 1 if stage == 0 else 2, settings.bottleneck)
-            rest = [Block(width, width, 1, settings.bottleneck) for _ in range(blocks - 1)]
+            first = Block(settings, inputs, width, 1 if stage == 0 else 2)
+            rest = [Block(settings, width, width, 1) for _ in range(blocks - 1)]
             self.stages.append(nn.Sequential(first, *rest))
             inputs = width
 
@@ -131,24 +143,25 @@ class ResNet(nn.Module):
 class Block(nn.Module):
     """A residual block: 1x1, 3x3 and 1x1 convolutions if it is a bottleneck, else two of 3x3."""
 
-    def __init__(self, inputs: int, width: int, stride: int, bottleneck: int) -> None:
+    def __init__(self, settings: ModelSettings, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        inner = width // bottleneck
-        if bottleneck > 1:
+        inner, make = width // settings.bottleneck, partial(convolution, norm=settings.norm)
+        if settings.bottleneck > 1:
+            strides = (stride, 1) if settings.stride_in_first else (1, stride)
             parts = [
-                convolution(inputs, inner),
-                convolution(inner, inner, kernel=3, stride=stride),
-                convolution(inner, width),
+                make(inputs, inner, stride=strides[0]),
+                make(inner, inner, kernel=3, stride=strides[1]),
+                make(inner, width),
             ]
         else:
             parts = [
-                convolution(inputs, width, kernel=3, stride=stride),
-                convolution(width, width, kernel=3),
+                make(inputs, width, kernel=3, stride=stride),
+                make(width, width, kernel=3),
             ]
         nn.init.zeros_(parts[-1][-1].weight)  # start as the shortcut (Goyal et al. 2017)
         self.body = nn.Sequential(*(layer for part in parts for layer in (*part, nn.ReLU())))[:-1]
         same = stride == 1 and inputs == width
-        shortcut = [] if same else convolution(inputs, width, stride=stride)
+        shortcut = [] if same else make(inputs, width, stride=stride)
         self.shortcut = nn.Sequential(*shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,12 +203,28 @@ class Pyramid(nn.Module):
         return levels
 
 
-def convolution(inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> list[nn.Module]:
+class FrozenNorm(nn.Module):
+    """Batch norm with constant statistics: a factor and an offset per channel, not trained."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(channels))
+        self.register_buffer("bias", torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale and shift features [batch, channels, height, width]."""
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return x * weight[:, None, None] + bias[:, None, None]
+
+
+def convolution(
+    inputs: int, outputs: int, kernel: int = 1, stride: int = 1, norm: str = "group"
+) -> list[nn.Module]:
     """Make a convolution that divides sizes by `stride`, and its norm."""
     largest = min(MOST_GROUPS, max(1, outputs // LEAST_CHANNELS_PER_GROUP))
     groups = next(number for number in range(largest, 0, -1) if outputs % number == 0)
     convolved = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-    return [convolved, nn.GroupNorm(groups, outputs)]
+    return [convolved, FrozenNorm(outputs) if norm == "frozen" else nn.GroupNorm(groups, outputs)]
 
 
 def tower(inputs: int, width: int, depth: int) -> nn.Sequential:

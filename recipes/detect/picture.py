@@ -29,6 +29,7 @@ COLUMNS = 4
 def write_predictions(directory: Path, predictions: Sequence[Predictions]) -> None:
     """Write the predictions of all images as a COCO result file."""
     content = json.dumps([prediction for of_image in predictions for prediction in of_image])
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / PREDICTIONS_FILE).write_text(content, encoding="utf-8")
 
 
@@ -57,6 +58,8 @@ def card(image: Image.Image, predictions: Predictions, names: Mapping[int, str])
     confident = [prediction for prediction in predictions if prediction["score"] >= LEAST_SCORE]
     pixels = np.array(image)
     for number, prediction in enumerate(confident):
+        if "segmentation" not in prediction:
+            continue
         inside = rle.decode(prediction["segmentation"]).astype(bool)
         pixels[inside] = (pixels[inside] + COLORS[number % len(COLORS)]) // 2
     scale = SIDE // max(image.size) or SIDE / max(image.size)

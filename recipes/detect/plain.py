@@ -20,13 +20,14 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from recipes.detect.config import Settings
-from recipes.detect.data import Split, boxes_in, collate, open_images
+from recipes.detect.data import Split, boxes_in, collate, open_images, with_class_names
 from recipes.detect.evaluate import average_precision, shown
 from recipes.detect.losses import detection_loss
 from recipes.detect.model import Detector
 from recipes.detect.optimizer import describe, make_optimizer, make_schedule, make_scheduler
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
+from recipes.detect.pretrained import initialize
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 
@@ -36,14 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    images = open_images(settings.data)
-    model = Detector(settings.model, classes=len(images.train.names)).to(device())
+    images = open_images(settings.data, masks=settings.model.masks, train=not flags.eval)
+    print(images.describe())
+    model = Detector(settings.model, classes=len(images.val.names))
+    print(initialize(model, settings, evaluates=flags.eval and not flags.dir))
+    model = model.to(device())
     if not flags.eval:
-        return train(flags.dir, settings, model, images)
+        return train(flags.dir, with_class_names(settings, images), model, images)
     step = load_checkpoint(flags.dir, model=model)
-    if step == 0:  # no checkpoint was found
+    if step == 0 and flags.dir:  # no checkpoint was found
         raise SettingsError("--eval needs the --dir of a run with a checkpoint")
-    scores = evaluate(flags.dir, settings, model, images)
+    scores = evaluate(flags.out, settings, model, images)
     print(f"step {step}: {shown(scores)}")
     return scores
 
@@ -67,7 +71,7 @@ def train(
     write_settings(directory, settings)
     loss_fn = partial(detection_loss, settings=settings.loss)
     progress = tqdm(total=schedule.steps, initial=done, unit="step", disable=None)
-    scores: dict[str, float] = {}
+    scores: dict[str, float] | None = None
 
     model.train()
     endless = map(to_device, chain.from_iterable(repeat(batches)))
@@ -91,7 +95,9 @@ def train(
             save_checkpoint(directory, step, model=model, optimizer=optimizer, scheduler=scheduler)
             progress.write(f"step {step}: {shown(scores)}")
     progress.close()
-    return scores or evaluate(directory, settings, model, images)  # a finished run has none left
+    if scores is None:  # a finished run has no steps left
+        scores = evaluate(directory, settings, model, images)
+    return scores
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -54,6 +54,32 @@ def predictions_of(
     kept = non_maximum_suppression(boxes, labels, settings.overlap)[: settings.most]
     locations, labels, scores, boxes = locations[kept], labels[kept], scores[kept], boxes[kept]
     boxes = boxes * boxes.new_tensor([original[1] / width, original[0] / height] * 2)
+    detections = zip(labels.tolist(), scores.tolist(), boxes.tolist(), strict=True)
+    predictions = [
+        {
+            "image_id": entry["id"],
+            "category_id": categories[label],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": score,
+        }
+        for label, score, (left, top, right, bottom) in detections
+    ]
+    if model.has_masks:
+        masks = masks_of(model, outputs, image, locations, (height, width), original)
+        for prediction, mask in zip(predictions, masks, strict=True):
+            prediction["segmentation"] = encoded(mask.cpu().numpy())
+    return predictions
+
+
+def masks_of(
+    model: Detector,
+    outputs: Outputs,
+    image: int,
+    locations: Tensor,
+    size: tuple[int, int],
+    original: tuple[int, int],
+) -> Iterator[Tensor]:
+    """Yield the mask of each location of an image, bool [original]; `size` is without padding."""
     stride = int(outputs.strides[0])
     logits = mask_logits(
         outputs.mask_features[image].float(),
@@ -62,21 +88,8 @@ def predictions_of(
         outputs.points[locations],
         outputs.strides[locations],
     )
-    masks = (
-        full_mask(instance_logits, stride // UPSAMPLING, (height, width), original).cpu().numpy()
-        for instance_logits in logits
-    )
-    detections = zip(labels.tolist(), scores.tolist(), boxes.tolist(), masks, strict=True)
-    return [
-        {
-            "image_id": entry["id"],
-            "category_id": categories[label],
-            "bbox": [left, top, right - left, bottom - top],
-            "score": score,
-            "segmentation": encoded(mask),
-        }
-        for label, score, (left, top, right, bottom), mask in detections
-    ]
+    for instance_logits in logits:
+        yield full_mask(instance_logits, stride // UPSAMPLING, size, original)
 
 
 def full_mask(

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import samestep as ss
 from recipes.detect.config import Settings
-from recipes.detect.data import Split, boxes_in, collate, open_images
-from recipes.detect.evaluate import average_precision, shown
+from recipes.detect.data import Split, boxes_in, collate, open_images, with_class_names
+from recipes.detect.evaluate import average_precision, best_by, shown
 from recipes.detect.losses import detection_loss
 from recipes.detect.model import Detector
 from recipes.detect.optimizer import describe, make_optimizer, make_schedule, make_scheduler
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
+from recipes.detect.pretrained import initialize
 from recipes.progress import Progress
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
@@ -36,16 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         precision=settings.precision,
         settings=settings,
     ) as run:
-        images = open_images(settings.data)
-        model = run.replicate(Detector(settings.model, classes=len(images.train.names)))
-        if not flags.eval:
-            return train(run, settings, model, images)
-        if run.step == 0:  # no snapshot was found
+        if flags.eval and flags.dir and run.step == 0:  # no snapshot was found
             raise SettingsError("--eval needs the --dir of a run with a snapshot")
-        run.track(model=model)  # restores it from the snapshot
-        scores = evaluate(run, settings, model, images, flags.dir)
+        images = open_images(settings.data, masks=settings.model.masks, train=not flags.eval)
+        run.print(images.describe())
+        model = Detector(settings.model, classes=len(images.val.names))
+        if run.step == 0:  # a resumed run has its own parameters
+            run.print(initialize(model, settings, evaluates=flags.eval))
+        model = run.replicate(model)
+        if not flags.eval:
+            return train(run, with_class_names(settings, images), model, images)
+        run.track(model=model)  # restores it from a snapshot
+        scores = evaluate(run, settings, model, images, flags.out)
         run.print(f"step {run.step}: {shown(scores)}")
-        write_scores(run, flags.dir, scores)
+        write_scores(run, flags.out, scores)
         return scores
 
 
@@ -69,7 +74,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
     write_run_settings(run, settings)
     loss_fn = partial(detection_loss, settings=settings.loss)
     progress = Progress(run, loop)
-    scores: dict[str, float] = {}
+    scores: dict[str, float] | None = None
 
     model.train()
     for batch in loop:
@@ -87,11 +92,12 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         if progress.is_due(settings.evaluate_every):
             scores = evaluate(run, settings, model, images, run.dir)
             run.log(**scores)
-            run.snapshot(score=scores["mask_ap"])
+            run.snapshot(score=best_by(scores))
             progress.print(f"step {loop.step}: {shown(scores)}")
     progress.close()
-    # a finished run has no steps left
-    return scores or evaluate(run, settings, model, images, run.dir)
+    if scores is None:  # a finished run has no steps left
+        scores = evaluate(run, settings, model, images, run.dir)
+    return scores
 
 
 def evaluate(

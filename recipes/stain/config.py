@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.settings import SETTINGS_FILE, RunSettings, parser, read, setting
+from recipes.settings import RunSettings, SettingsError, parser, read, run_settings, setting
 
 SIZES = ("tissue", "full")
 
@@ -22,6 +22,9 @@ class ModelSettings:
     unet_depth: int = setting(9, "how often a segmentation generator halves the image")
     discriminator_width: int = setting(64, "features of a discriminator's first layer")
     discriminator_layers: int = setting(4, "how often a discriminator halves the image")
+    padding: Literal["zeros", "reflect"] = setting(
+        "zeros", "beyond the border of tiles, for all translation layers but those that halve"
+    )
     norm: Literal["batch", "instance"] = setting(
         "batch", "normalize over a lane's tiles (batch) or each tile (instance)"
     )
@@ -78,6 +81,9 @@ class OptimizerSettings:
     discriminator_learning_rate: float = setting(
         2e-4, "learning rate of Adam for the discriminators"
     )
+    reference_batch_size: int | None = setting(
+        None, "scale both rates by batch_size / this; none: do not"
+    )
     betas: tuple[float, ...] = setting((0.5, 0.999), "betas of Adam, for both")
     policy: Literal["linear", "step", "plateau", "cosine"] = setting(
         "linear",
@@ -102,6 +108,9 @@ class Settings(RunSettings):
     evaluate_every: int = setting(
         1, "epochs between evaluations; the last one is evaluated as well"
     )
+    pretrained: Path | None = setting(
+        None, "initial generators: a file of an export, or DeepLIIF's folder with *_net_G1.pth …"
+    )
     shown: int = setting(2, "held-out strips that are drawn at each evaluation")
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -116,10 +125,14 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
     flags_parser.add_argument("--continue", action="store_true", dest="resume", help=continued)
     size = "the base settings: tissue.yaml, or full.yaml with DeepLIIF's sizes"
     flags_parser.add_argument("--size", choices=SIZES, default=SIZES[0], help=size)
+    pretrained = "initial generators: same as pretrained=FILE"
+    flags_parser.add_argument("--pretrained", metavar="FILE", help=pretrained)
     flags = flags_parser.parse_intermixed_args(arguments)
-    base = Path(__file__).with_name(f"{flags.size}.yaml")
+    base = str(Path(__file__).with_name(f"{flags.size}.yaml"))
     if flags.resume:
-        base = (flags.dir or Path()) / SETTINGS_FILE
-        if not base.exists():
-            flags_parser.error(f"--continue needs the --dir of a run, and {base} does not exist")
-    return flags, read(Settings, [str(base), *flags.settings])
+        try:
+            base = run_settings(flags.dir or Path())
+        except SettingsError as error:
+            flags_parser.error(f"--continue: {error}")
+    from_flags = [f"pretrained={flags.pretrained}"] if flags.pretrained else []
+    return flags, read(Settings, [base, *flags.settings, *from_flags])

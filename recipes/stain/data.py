@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from torch.utils.data import Dataset
 from recipes.settings import SettingsError
 from recipes.stain.config import DataSettings, Settings
 
+EXAMINED = 64  # strips of a part that are examined for placeholders
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
@@ -38,10 +41,33 @@ def open_strips(settings: Settings) -> Split:
     """Open both parts of `data.path` and check the size of every strip. Raises `StripError`."""
     root = _root(settings.data)
     tiles = ("IHC", *settings.modalities, "Seg")
-    return Split(
+    split = Split(
         Strips(root / "train", tiles, settings.data, augment=True),
         Strips(root / "val", tiles, settings.data, augment=False),
     )
+    for strips in split:
+        refuse_placeholders(strips)
+    return split
+
+
+def refuse_placeholders(strips: Strips) -> None:
+    """Raise `StripError` if strips repeat the IHC tile in place of the truth.
+
+    DeepLIIF prepares tiles for testing in this way. Up to `EXAMINED` strips are looked at.
+    """
+    examined = copy(strips)
+    examined.augment = False
+    numbers = range(0, len(strips), -(-len(strips) // EXAMINED))
+    copies = []
+    for number in numbers:
+        with suppress(StripError):  # an unreadable strip is another matter
+            strip = examined[number]
+            copies += [number] * bool((strip[1:] == strip[0]).all())
+    if copies:
+        raise StripError(
+            f"{strips.paths[copies[0]]}: all tiles are copies of its IHC tile, in {len(copies)} of "
+            f"{len(numbers)} strips; expected the truth, without which test.py makes images alone"
+        )
 
 
 def open_held_out(settings: Settings) -> Strips:

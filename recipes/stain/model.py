@@ -95,8 +95,8 @@ class ResNet(nn.Sequential):
     """Translate tiles [batch, 3, height, width] (Johnson et al. 2016) at 1/4 of their size."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        width, bias = settings.width, has_bias(settings)
-        first = nn.Conv2d(COLORS, width, 7, padding=3, bias=bias)
+        width, bias, beyond = settings.width, has_bias(settings), settings.padding
+        first = nn.Conv2d(COLORS, width, 7, padding=3, bias=bias, padding_mode=beyond)
         layers = [first, norm(settings, width), nn.ReLU()]
         for inner in (width, 2 * width):
             down = nn.Conv2d(inner, 2 * inner, 3, stride=2, padding=1, bias=bias)
@@ -107,7 +107,8 @@ class ResNet(nn.Sequential):
                 inner, inner // 2, 3, stride=2, padding=1, output_padding=1, bias=bias
             )
             layers += [up, norm(settings, inner // 2), nn.ReLU()]
-        super().__init__(*layers, nn.Conv2d(width, COLORS, 7, padding=3), nn.Tanh())
+        last = nn.Conv2d(width, COLORS, 7, padding=3, padding_mode=beyond)
+        super().__init__(*layers, last, nn.Tanh())
 
 
 class ResidualBlock(nn.Module):
@@ -116,7 +117,13 @@ class ResidualBlock(nn.Module):
     def __init__(self, settings: ModelSettings, width: int) -> None:
         super().__init__()
         first, second = (
-            nn.Conv2d(width, width, 3, padding=1, bias=has_bias(settings)) for _ in range(2)
+            nn.Conv2d(
+                *(width, width, 3),
+                padding=1,
+                bias=has_bias(settings),
+                padding_mode=settings.padding,
+            )
+            for _ in range(2)
         )
         self.layers = nn.Sequential(
             first,

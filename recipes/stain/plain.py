@@ -20,7 +20,15 @@ from recipes.settings import SettingsError, run_script, write_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, Strips, open_strips
 from recipes.stain.model import Networks
-from recipes.stain.training import Losses, end_epoch, make_optimizers, make_schedulers, tracked
+from recipes.stain.pretrained import load_pretrained
+from recipes.stain.training import (
+    Losses,
+    describe_rates,
+    end_epoch,
+    make_optimizers,
+    make_schedulers,
+    tracked,
+)
 from recipes.stain.validation import Scores, dice_scores, shown
 
 
@@ -30,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     strips = open_strips(settings)
-    networks = Networks(settings).to(device())
+    networks = Networks(settings)
+    if settings.pretrained is not None:
+        print(load_pretrained(networks.generators, settings))
+    networks = networks.to(device())
     return train(flags, settings, networks, strips)
 
 
@@ -38,12 +49,13 @@ def train(
     flags: argparse.Namespace, settings: Settings, networks: Networks, strips: Split
 ) -> dict[str, float]:
     """Train from the epoch of the checkpoint to the last epoch."""
-    optimizers = make_optimizers(settings.optimizer, networks)
+    optimizers = make_optimizers(settings.optimizer, networks, settings.batch_size)
     schedulers = make_schedulers(settings, optimizers)
     objects = tracked(networks, optimizers, schedulers)
     first = 1 + load_checkpoint(flags.dir, **objects)
     if flags.resume and first == 1:
         raise SettingsError(f"--continue needs a checkpoint, and {flags.dir} has none")
+    print(describe_rates(settings.optimizer, settings.batch_size))
     write_settings(flags.dir, settings)
     batches = DataLoader(
         strips.train, settings.batch_size, shuffle=True, num_workers=settings.data.loader_workers

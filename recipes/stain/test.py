@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 import samestep as ss
 from recipes.scores import write_scores
-from recipes.settings import SETTINGS_FILE, SettingsError, parser, read, run_script
+from recipes.settings import SettingsError, parser, read, run_script, run_settings
 from recipes.stain.config import Settings
 from recipes.stain.data import Strips, open_held_out
 from recipes.stain.model import Generators
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags = flags_parser.parse_intermixed_args(arguments)
     if flags.dir is None:
         flags_parser.error("--dir is required: the directory of a run")
-    settings = read(Settings, [str(flags.dir / SETTINGS_FILE), *flags.settings])
+    settings = read(Settings, [run_settings(flags.dir), *flags.settings])
     with ss.init(
         dir=flags.dir,
         read_only=True,

@@ -14,7 +14,15 @@ from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, open_strips
 from recipes.stain.model import Networks
-from recipes.stain.training import Losses, end_epoch, make_optimizers, make_schedulers, tracked
+from recipes.stain.pretrained import load_pretrained
+from recipes.stain.training import (
+    Losses,
+    describe_rates,
+    end_epoch,
+    make_optimizers,
+    make_schedulers,
+    tracked,
+)
 from recipes.stain.validation import evaluate, log_sheets, shown
 
 
@@ -31,18 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         if flags.resume and run.step == 0:  # no snapshot was found
             raise SettingsError(f"--continue needs a snapshot, and {flags.dir} has none")
         strips = open_strips(settings)
-        networks = run.replicate(Networks(settings))
+        networks = Networks(settings)
+        if settings.pretrained is not None and run.step == 0:  # a resumed run has its own
+            run.print(load_pretrained(networks.generators, settings))
+        networks = run.replicate(networks)
         return train(run, settings, networks, strips)
 
 
 def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) -> dict[str, float]:
     """Train from the current step to the last epoch."""
-    optimizers = make_optimizers(settings.optimizer, networks)
+    optimizers = make_optimizers(settings.optimizer, networks, settings.batch_size)
     if settings.optimizer.shard:
         optimizers = {name: run.shard(optimizer) for name, optimizer in optimizers.items()}
     schedulers = make_schedulers(settings, optimizers)
     # track restores them if the run is resumed
     run.track(**tracked(networks, optimizers, schedulers))
+    run.print(describe_rates(settings.optimizer, settings.batch_size))
     write_run_settings(run, settings)
     loop = run.batches(
         strips.train,

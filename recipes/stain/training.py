@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from recipes.scaling import describe_scaling, scaled
 from recipes.settings import SettingsError
 from recipes.stain.config import OptimizerSettings, Settings
 from recipes.stain.model import Networks, weights_for
@@ -82,17 +83,31 @@ def _named(losses: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     return {f"{name}_{kind}": loss for name, loss in losses.items()}
 
 
-def make_optimizers(settings: OptimizerSettings, networks: Networks) -> dict[str, Optimizer]:
-    """Make Adam for all generators, and for all discriminators."""
-    generators, discriminators = networks.generators, networks.discriminators
-    return {
-        "generators": Adam(
-            generators.parameters(), settings.generator_learning_rate, settings.betas
-        ),
-        "discriminators": Adam(
-            discriminators.parameters(), settings.discriminator_learning_rate, settings.betas
-        ),
+def make_optimizers(
+    settings: OptimizerSettings, networks: Networks, batch_size: int
+) -> dict[str, Optimizer]:
+    """Make Adam for all generators, and for all discriminators, with scaled learning rates."""
+    rates = {
+        "generators": settings.generator_learning_rate,
+        "discriminators": settings.discriminator_learning_rate,
     }
+    return {
+        name: Adam(
+            getattr(networks, name).parameters(),
+            scaled(rate, settings.reference_batch_size, batch_size),
+            settings.betas,
+        )
+        for name, rate in rates.items()
+    }
+
+
+def describe_rates(settings: OptimizerSettings, batch_size: int) -> str:
+    """Describe both learning rates and how they were scaled."""
+    rates = {
+        "learning rate of generators": settings.generator_learning_rate,
+        "of discriminators": settings.discriminator_learning_rate,
+    }
+    return describe_scaling(rates, settings.reference_batch_size, batch_size)
 
 
 def make_schedulers(

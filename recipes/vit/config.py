@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.settings import SETTINGS_FILE, RunSettings, parser, read, setting
+from recipes.settings import RunSettings, setting
 
 
 @dataclass(frozen=True)
@@ -103,21 +101,3 @@ class Settings(RunSettings):
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-
-
-def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
-    """Return the flags and the settings of a command line."""
-    flags_parser = parser(Settings, "Train or evaluate a Vision Transformer on images.")
-    evaluated = "evaluate the newest state in DIR, or the pretrained FILE"
-    flags_parser.add_argument("--eval", action="store_true", help=evaluated)
-    flags_parser.add_argument("--pretrained", metavar="FILE", help="same as pretrained=FILE")
-    out = "directory for scores.json of --eval; default: the run's directory"
-    flags_parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    flags = flags_parser.parse_intermixed_args(arguments)
-    if flags.eval and flags.dir and flags.pretrained:
-        flags_parser.error("--eval takes --dir or --pretrained, not both")
-    if flags.out and not flags.eval:
-        flags_parser.error("--out is for --eval; training writes into --dir")
-    from_run = [str(flags.dir / SETTINGS_FILE)] if flags.eval and flags.dir else []
-    from_flags = [f"pretrained={flags.pretrained}"] if flags.pretrained else []
-    return flags, read(Settings, [*from_run, *flags.settings, *from_flags])

@@ -85,7 +85,7 @@ def show(directory: Path) -> None:
     settings = read(Settings, [str(directory / SETTINGS_FILE)])
     with ss.init(dir=directory, lanes=settings.lanes, seed=settings.seed) as run:
         images = open_images(settings.data, settings.model).test
-        models = train.make_models(run, settings)
+        models = train.make_models(run, settings, evaluates=True)
         run.track(**models)
         pairs = run.evaluate(
             predictions, models["model"], images, settings.batch_size, gather=True

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
-from recipes.settings import SettingsError, run_script, write_settings
+from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 from recipes.vit import training
-from recipes.vit.config import Settings, read_arguments
+from recipes.vit.config import Settings
 from recipes.vit.data import Split, open_images
 from recipes.vit.model import VisionTransformer
 from recipes.vit.pretrained import load_pretrained
@@ -28,17 +28,17 @@ from recipes.vit.pretrained import load_pretrained
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate; return the scores on the held-out images."""
-    flags, settings = read_arguments(arguments)
+    flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     images = open_images(settings.data, settings.model, train=not flags.eval)
-    models = make_models(settings)
+    models = make_models(settings, evaluates=flags.eval and not flags.dir)
     if not flags.eval:
         return train(flags.dir, settings, models, images)
     epoch = load_checkpoint(flags.dir, **models)
     if epoch == 0:  # no checkpoint was found
-        if settings.pretrained is None:
-            raise SettingsError("--eval needs the --dir of a run with a checkpoint or --pretrained")
+        if flags.dir:
+            raise SettingsError("--eval needs the --dir of a run with a checkpoint")
         models.pop("ema", None)  # a pretrained file has no average
     scores = evaluate(settings, models, images)
     print(f"epoch {epoch}: {training.shown(scores)}")
@@ -58,7 +58,7 @@ def train(
     optimizer = training.make_optimizer(model, settings.optimizer, settings.batch_size)
     scheduler = training.make_scheduler(optimizer, settings.optimizer, steps, steps_per_epoch)
     first = 1 + load_checkpoint(directory, **models, optimizer=optimizer, scheduler=scheduler)
-    print(training.describe_scaling(settings.optimizer, settings.batch_size))
+    print(training.describe_rate(settings.optimizer, settings.batch_size))
     write_settings(directory, settings)
     loss_fn = training.make_loss(settings)
     done = (first - 1) * steps_per_epoch
@@ -113,11 +113,11 @@ def evaluate(
     return scores
 
 
-def make_models(settings: Settings) -> dict[str, nn.Module]:
+def make_models(settings: Settings, *, evaluates: bool) -> dict[str, nn.Module]:
     """Make the model and, if configured, the average of its parameters."""
     model = VisionTransformer(settings.model)
     if settings.pretrained is not None:
-        print(load_pretrained(model, settings.pretrained))
+        print(load_pretrained(model, settings.pretrained, evaluates=evaluates))
     models: dict[str, nn.Module] = {"model": model.to(device())}
     if settings.ema_decay is not None:
         models["ema"] = training.make_ema(model, settings.ema_decay)

@@ -14,9 +14,9 @@ from torch import nn
 import samestep as ss
 from recipes.progress import Progress
 from recipes.scores import write_scores
-from recipes.settings import SettingsError, run_script, write_run_settings
+from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 from recipes.vit import training
-from recipes.vit.config import Settings, read_arguments
+from recipes.vit.config import Settings
 from recipes.vit.data import Split, open_images
 from recipes.vit.mistakes import log_mistakes
 from recipes.vit.model import VisionTransformer
@@ -25,7 +25,7 @@ from recipes.vit.pretrained import load_pretrained
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train or evaluate; return the scores on the held-out images."""
-    flags, settings = read_arguments(arguments)
+    flags, settings = read_arguments(Settings, __doc__, arguments)
     with ss.init(
         dir=flags.dir,
         read_only=flags.eval,
@@ -35,19 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         settings=settings,
     ) as run:
         images = open_images(settings.data, settings.model, train=not flags.eval)
-        models = make_models(run, settings)
+        models = make_models(run, settings, evaluates=flags.eval)
         if not flags.eval:
             return train(run, settings, models, images)
         if run.step == 0:  # no snapshot was found
-            if settings.pretrained is None:
-                raise SettingsError(
-                    "--eval needs the --dir of a run with a snapshot or --pretrained"
-                )
+            if flags.dir:
+                raise SettingsError("--eval needs the --dir of a run with a snapshot")
             models.pop("ema", None)  # a pretrained file has no average
         run.track(**models)  # restores them from a snapshot
         scores = evaluate(run, settings, models, images)
         run.print(f"step {run.step}: {training.shown(scores)}")
-        write_scores(run, flags.out or flags.dir, scores)
+        write_scores(run, flags.out, scores)
         return scores
 
 
@@ -71,7 +69,7 @@ def train(
     # restores them if resumed
     run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     run.print(training.describe_batch(settings.batch_size, run.world_size, run.lanes))
-    run.print(training.describe_scaling(settings.optimizer, settings.batch_size))
+    run.print(training.describe_rate(settings.optimizer, settings.batch_size))
     # with the names of the classes, --eval needs no training images
     data = replace(settings.data, class_names=images.class_names)
     write_run_settings(run, replace(settings, data=data))
@@ -121,11 +119,11 @@ def evaluate(
     return scores
 
 
-def make_models(run: ss.Run, settings: Settings) -> dict[str, nn.Module]:
+def make_models(run: ss.Run, settings: Settings, *, evaluates: bool) -> dict[str, nn.Module]:
     """Make the model and, if configured, the average of its parameters."""
     model = VisionTransformer(settings.model)
     if settings.pretrained is not None and run.step == 0:  # a resumed run has its own parameters
-        run.print(load_pretrained(model, settings.pretrained))
+        run.print(load_pretrained(model, settings.pretrained, evaluates=evaluates))
     models: dict[str, nn.Module] = {"model": run.replicate(model)}
     if settings.ema_decay is not None:
         models["ema"] = training.make_ema(model, settings.ema_decay)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from recipes.scaling import describe_scaling, scaled
 from recipes.vit.config import OptimizerSettings, Settings
 
 NEVER_DECAYED = {"cls_token", "pos_embed"}
@@ -130,7 +131,7 @@ def make_optimizer(
         }
         for decays in (True, False)
     ]
-    peak = scaled(settings, batch_size)
+    peak = scaled(settings.learning_rate, settings.reference_batch_size, batch_size)
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=peak, momentum=settings.momentum)
     return torch.optim.AdamW(groups, lr=peak, betas=settings.betas)
@@ -153,25 +154,13 @@ def factor(step: int, *, steps: int, warmup_steps: int, final: float) -> float:
     return final + (1 - final) * (1 + math.cos(math.pi * part)) / 2
 
 
-def scaled(settings: OptimizerSettings, batch_size: int) -> float:
-    """Return the peak learning rate, scaled with the batch size.
-
-    Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
-    """
-    reference = settings.reference_batch_size or batch_size
-    return settings.learning_rate * batch_size / reference
-
-
 def describe_batch(batch_size: int, workers: int, lanes: int) -> str:
     """Describe the global batch size, with the mean share of a worker and of a lane."""
     shares = f"{batch_size / workers:g} per worker, {batch_size / lanes:g} per lane"
     return f"batch size {batch_size} over all workers: {shares}"
 
 
-def describe_scaling(settings: OptimizerSettings, batch_size: int) -> str:
+def describe_rate(settings: OptimizerSettings, batch_size: int) -> str:
     """Describe the peak learning rate and how it was scaled."""
-    peak = scaled(settings, batch_size)
-    if settings.reference_batch_size is None:
-        return f"peak learning rate {peak:g}, not scaled with the batch size"
-    reference = f"{settings.learning_rate:g} at batch size {settings.reference_batch_size}"
-    return f"peak learning rate {peak:g} at batch size {batch_size}, scaled from {reference}"
+    rates = {"peak learning rate": settings.learning_rate}
+    return describe_scaling(rates, settings.reference_batch_size, batch_size)

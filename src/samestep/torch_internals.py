@@ -148,6 +148,15 @@ class GradScalerHooks(torch.amp.GradScaler):
         """
         return has_infinite
 
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step unless a gradient is infinite; for a scheduler, both are steps of the optimizer.
+
+        It would warn after the first step of a run if that one was skipped.
+        """
+        result = super().step(optimizer, *args, **kwargs)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        return result
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

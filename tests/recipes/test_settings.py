@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.detect.coco import AnnotationError
+from recipes.pretrained import PretrainedError
 from recipes.settings import (
     SETTINGS_FILE,
     SettingsError,
     parser,
     read,
     run_script,
+    run_settings,
     setting,
     write_settings,
 )
 from recipes.stain.data import StripError
 from recipes.vit.data import ImageError
-from recipes.vit.pretrained import PretrainedError
 from samestep.errors import LoaderError
 
 
@@ -253,11 +254,22 @@ def test_base_files_that_form_a_cycle_are_an_error(length, tmp_path):
 
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
     (tmp_path / "torn.yaml").write_text("steps: [1,")
-    for name in ("missing.yaml", "torn.yaml"):
-        with pytest.raises(SettingsError, match=f"{name} cannot be read as YAML"):
-            read(Outer, [str(tmp_path / name)])
-    with pytest.raises(SettingsError, match=r"missing\.yaml cannot be read as YAML"):
+    for name, fault in (("missing", "does not exist"), ("torn", "cannot be read as YAML")):
+        with pytest.raises(SettingsError, match=f"{name}.yaml {fault}"):
+            read(Outer, [str(tmp_path / f"{name}.yaml")])
+    base = r"missing\.yaml, the base of .*a\.yaml, does not exist"
+    with pytest.raises(SettingsError, match=base):
         read(Outer, [write(tmp_path / "a.yaml", {"base": "missing.yaml"})])
+
+
+def test_settings_of_a_run_are_fetched_from_its_remote_copy(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_REMOTE", (tmp_path / "remote").as_uri())
+    write_settings(tmp_path / "run", Outer(steps=3))
+    assert read(Outer, [run_settings(tmp_path / "elsewhere")]) == Outer(steps=3)
+    monkeypatch.delenv("SAMESTEP_REMOTE")
+    assert run_settings(tmp_path / "elsewhere") == str(tmp_path / "elsewhere" / SETTINGS_FILE)
+    with pytest.raises(SettingsError, match=r"the --dir of a run, and .* does not exist"):
+        run_settings(tmp_path / "none")
 
 
 def test_an_empty_file_changes_nothing(tmp_path):
@@ -293,7 +305,11 @@ def test_a_dir_of_samestep_run_is_the_recipe_s(arguments, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
-def test_the_rank_that_older_launchers_pass_is_accepted(flag):
+def test_the_rank_that_launchers_pass_is_accepted_from_them_alone(flag, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parser(Outer, "Do something.").parse_intermixed_args([flag])
+    assert "--local-rank is for launchers, which also set LOCAL_RANK" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
     parsed = parser(Outer, "Do something.").parse_intermixed_args([flag, "steps=3"])
     assert (parsed.dir, parsed.settings) == (None, ["steps=3"])
 

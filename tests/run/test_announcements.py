@@ -47,6 +47,10 @@ def test_a_run_says_where_it_stands_on_stderr(tmp_path):
     assert lines(1, "--dir", str(folder))[1:] == [
         f"samestep: nothing left to do: the run in {folder} already finished at step 4"
     ]
+    assert lines(1, "--dir", str(folder), "--read-only", "true") == [
+        f"samestep: resumed at step 4, 1 worker, 2 lanes; reads {folder}, and saves nothing",
+        "samestep: finished; nothing was saved",
+    ]
 
 
 def test_a_run_without_a_directory_says_what_is_lost():

@@ -393,6 +393,8 @@ class Progress:
             saved = ", snapshot saved; run the same command to resume"
             return f"stopped at step {self.step}{saved if is_saved else '; nothing was saved'}"
         if self.step == self._first_step > 0:
+            if folder is None:  # a read-only run
+                return "finished; nothing was saved"
             return f"nothing left to do: the run in {folder} already finished at step {self.step}"
         return f"finished after {self.step} step{'s' * (self.step != 1)}"
 

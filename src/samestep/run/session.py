@@ -408,7 +408,8 @@ class Session:
             )
         text = f"{workers}{f' (was {before})' * (before != size)}, {lanes} lane{'s' * (lanes != 1)}"
         if self.config.read_only:
-            return f"{text}; reads {self._source.dir or self._source.remote}, and saves nothing"
+            source = self._source.dir or self._source.remote
+            return f"{text};{f' reads {source}, and' if source else ''} saves nothing"
         if folder is None:
             return f"{text}; without a directory (--dir), nothing is saved"
         return f"{text}, {folder} (watch: samestep watch {folder})"

@@ -19,11 +19,18 @@ from recipes.atari.lane import LaneBatch, exploration_after
 from recipes.atari.model import QNetwork
 from recipes.atari.play import FILMED, Film, play_games
 from recipes.atari.replay import Samples
+from recipes.atari.training import (
+    describe_rate,
+    load_pretrained,
+    make_networks,
+    make_optimizer,
+)
+from recipes.pretrained import PretrainedError
 from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from samestep.cli import main as samestep
 from samestep.snapshot.manifest import NAME
-from samestep.snapshot.read import list_snapshots, load
+from samestep.snapshot.read import export, list_snapshots, load
 from tests.faults import kill_at
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
@@ -347,3 +354,23 @@ def test_evaluation_without_a_snapshot_is_an_error(tmp_path, capsys):
     (tmp_path / SETTINGS_FILE).write_text("")
     with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a snapshot"):
         recipe.main([*SMALL, "--eval", "--dir", str(tmp_path)])
+
+
+def test_a_run_starts_with_the_network_of_another(trained, tmp_path, capfd):
+    export(list_snapshots(trained[0])[-1], tmp_path / "a.safetensors", "online")
+    arguments = [*SMALL, f"pretrained={tmp_path / 'a.safetensors'}"]
+    settings = read(Settings, [*arguments, "optimizer.reference_batch_size=4"])
+    networks = make_networks(settings)
+    assert load_pretrained(networks, settings, evaluates=True) == f"loaded {settings.pretrained}"
+    online, target = (fingerprint(networks[name].state_dict()) for name in ("online", "target"))
+    assert online == target == fingerprint(state_left(trained[0])["online"])
+    assert make_optimizer(networks["online"], settings).param_groups[0]["lr"] == 0.04
+    scaled = "learning rate 0.04 at batch size 16, scaled from 0.01 at batch size 4"
+    assert describe_rate(settings) == scaled
+
+    shortest = ["evaluation.games=1", "game.frame_skip=400", "--out", str(tmp_path)]
+    scores = recipe.main([*arguments, *shortest, "--eval"])
+    assert f"loaded {settings.pretrained}\n" in capfd.readouterr().out
+    assert json.loads((tmp_path / SCORES_FILE).read_text())["scores"] == scores
+    with pytest.raises(PretrainedError, match=r"advantages\.2 has 6 actions, the file has 4"):
+        recipe.main([*arguments, "game.name=PongNoFrameskip-v4", "--eval"])

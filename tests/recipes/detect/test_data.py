@@ -275,7 +275,8 @@ def test_categories_must_agree(tmp_path):
 
 
 def test_broken_images_and_masks_are_named(tmp_path):
-    images = open_one(tmp_path, entry(segmentation={"size": [8, 10], "counts": "012"}))
+    broken = entry(bbox=[0, 0, 4, 3], segmentation={"size": [8, 10], "counts": "012"})
+    images = open_one(tmp_path, broken)
     with pytest.raises(AnnotationError, match=r"train\.json: a mask of image 7 cannot be decoded"):
         images[0]
     Image.new("RGB", (9, 8)).save(tmp_path / "train" / "a.png")

@@ -9,7 +9,7 @@ import torch
 from recipes.detect.coco import read_annotations
 from recipes.detect.config import DataSettings, LossSettings, PredictSettings, Settings
 from recipes.detect.data import collate, open_images
-from recipes.detect.evaluate import average_precision
+from recipes.detect.evaluate import average_precision, best_by, shown
 from recipes.detect.losses import assign
 from recipes.detect.model import Detector
 from recipes.detect.picture import picture
@@ -82,7 +82,9 @@ def test_without_any_object_there_is_no_score(val, tmp_path):
     content = {**json.loads(val.file.read_text()), "annotations": []}
     (tmp_path / "empty.json").write_text(json.dumps(content))
     truth = read_annotations(tmp_path / "empty.json")
-    assert average_precision(truth, [[] for _ in val.entries])["box_ap"] == -1
+    scores = average_precision(truth, [[] for _ in val.entries])
+    assert (scores, best_by(scores)) == ({}, None)
+    assert shown(scores) == "no AP: the held-out images have no objects"
 
 
 # Predictions

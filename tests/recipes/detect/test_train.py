@@ -20,7 +20,7 @@ from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from samestep.cli import main as samestep
 from samestep.data.plan import GroupedPlan
-from samestep.snapshot.read import list_snapshots, load
+from samestep.snapshot.read import export, list_snapshots, load
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.detect.small import SMALL
 from tests.recipes.pictures import pictures
@@ -196,12 +196,9 @@ def keep(data, directory, part, numbers, with_boxes):
     (directory / part).symlink_to(data / part)
 
 
-@pytest.mark.parametrize("with_boxes", [set(), {1}])
-def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(
-    with_boxes, digits, tmp_path
-):
+def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(digits, tmp_path):
     data = tmp_path / "data"
-    keep(digits, data, "train", {1, 2, 3}, with_boxes)
+    keep(digits, data, "train", {1, 2, 3}, with_boxes={1})
     keep(digits, data, "val", {1}, with_boxes={1})
 
     left = train(4, tmp_path / "4", data, "optimizer.steps=3")
@@ -212,26 +209,61 @@ def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(
         if name.startswith(("class at", "mask at"))
     }
     assert losses
-    assert all(
-        (value > 0) == (name.startswith("class") or bool(with_boxes))
-        for name, value in losses.items()
-    ), losses
+    assert all(value > 0 for value in losses.values()), losses
+
+
+def test_a_file_without_any_box_is_an_error_before_the_first_step(digits, tmp_path):
+    keep(digits, tmp_path, "train", {1, 2, 3}, with_boxes=set())
+    keep(digits, tmp_path, "val", {1}, with_boxes={1})
+    with pytest.raises(SettingsError, match=r"train\.json has no box to learn"):
+        main([*SMALL, f"data.path={tmp_path}"])
+
+
+# Boxes alone, and held-out images alone
+
+
+def test_boxes_train_without_masks_and_val_is_evaluated_without_train(digits, tmp_path):
+    for part in ("train", "val"):
+        content = json.loads((digits / f"{part}.json").read_text())
+        for entry in content["annotations"]:
+            entry["segmentation"] = []
+        (tmp_path / f"{part}.json").write_text(json.dumps(content))
+        (tmp_path / part).symlink_to(digits / part)
+    with pytest.raises(SettingsError, match=r"got none; model\.masks=false learns boxes alone"):
+        main([*SMALL, f"data.path={tmp_path}"])
+    run = tmp_path / "run"
+    left = train(2, run, tmp_path, "model.masks=false", "optimizer.steps=2")
+    assert left == train(1, tmp_path / "1", tmp_path, "model.masks=false", "optimizer.steps=2")
+    assert "box_ap" in left
+    assert not [name for name in left if "mask" in name and "mask AP" not in name]
+    assert "segmentation" not in left["predictions"]
+
+    (tmp_path / "train.json").unlink()
+    (tmp_path / "train").unlink()
+    scores = main(["--eval", "--dir", str(run)])
+    assert scores.items() <= left.items()
+    export(list_snapshots(run)[-1], tmp_path / "model.safetensors")
+    pretrained = ["--eval", "--pretrained", str(tmp_path / "model.safetensors")]
+    changes = [*SMALL, "model.masks=false", f"data.path={tmp_path}", "--out", str(tmp_path / "out")]
+    assert main([*changes, *pretrained]) == scores
+    assert json.loads((tmp_path / "out" / SCORES_FILE).read_text())["scores"] == scores
+    with pytest.raises(SettingsError, match=r"expected the categories data\.class_names=\['a'\]"):
+        main(["--eval", "--dir", str(run), "data.class_names=[a]"])
 
 
 # Settings
 
 
 def test_a_written_settings_file_gives_the_same_run(trained, digits):
-    assert read(Settings, [str(trained[0] / SETTINGS_FILE)]) == read(
-        Settings, [*SMALL, f"data.path={digits}"]
-    )
+    expected = [*SMALL, f"data.path={digits}", f"data.class_names={list(map(str, range(10)))}"]
+    assert read(Settings, [str(trained[0] / SETTINGS_FILE)]) == read(Settings, expected)
 
 
 def test_evaluation_without_parameters_is_an_error(tmp_path, digits, capsys):
     with pytest.raises(SystemExit):
         main([*SMALL, "--eval"])
     assert "--eval needs --dir" in capsys.readouterr().err
-    with pytest.raises(SettingsError, match=f"{SETTINGS_FILE} cannot be read"):
+    with pytest.raises(SettingsError, match=f"{SETTINGS_FILE} does not exist"):
         main(["--eval", "--dir", str(tmp_path)])
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {digits}}}")
     with pytest.raises(WorkerFailedError, match="--eval needs the --dir of a run with a snapshot"):

@@ -18,13 +18,13 @@ from torch import nn
 import samestep as ss
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.stain import test, train
-from recipes.stain.config import Settings
+from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import open_strips
 from recipes.stain.model import Networks, TileNorm
-from recipes.stain.training import Losses
+from recipes.stain.training import Losses, make_optimizers, make_schedulers
 from recipes.stain.validation import evaluate, shown
 from samestep.cli import main
-from samestep.snapshot.read import list_snapshots, load
+from samestep.snapshot.read import export, list_snapshots, load
 from tests.jobs import events, fingerprint, logged
 from tests.recipes.pictures import pictures
 from tests.recipes.stain.strips import RECIPE, SMALL, make_strips
@@ -158,7 +158,7 @@ def test_there_must_be_a_run_to_continue(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train.main(["--continue", "--dir", str(tmp_path)])
     assert (
-        f"--continue needs the --dir of a run, and {tmp_path / SETTINGS_FILE} does not exist"
+        f"--continue: expected the --dir of a run, and {tmp_path / SETTINGS_FILE} does not exist"
         in capsys.readouterr().err
     )
     (tmp_path / SETTINGS_FILE).write_text(f"data: {{path: {data.partition('=')[2]}}}\n")
@@ -463,6 +463,47 @@ def test_tiles_can_be_normalized_by_their_own_statistics(trained, tmp_path):
     norm.eval()
     alone = torch.cat([nn.BatchNorm2d(3)(tile[None]) for tile in features])
     torch.testing.assert_close(norm(features), alone)
+
+
+def test_a_lost_directory_is_continued_from_the_remote_copy(data, tmp_path):
+    environment = {"SAMESTEP_REMOTE": (tmp_path / "remote").as_uri()}
+    arguments = [*SMALL, data, "--dir", str(tmp_path / "run")]
+    stopped = {**environment, "SAMESTEP_STOP_AFTER": "1"}
+    run_workers(train.main, 2, arguments, environment=stopped)
+    shutil.rmtree(tmp_path / "run")
+    again = ["--continue", "--dir", str(tmp_path / "run"), "epochs=1"]
+    run_workers(train.main, 2, again, environment=environment)
+    assert [event["step"] for event in events(tmp_path / "run", "finished")] == [2]
+    # and the settings of the full size are those of any number of epochs
+    _, settings = read_arguments(["--size", "full", "epochs=1"])
+    with torch.device("meta"):
+        optimizers = make_optimizers(settings.optimizer, Networks(settings), settings.batch_size)
+    make_schedulers(settings, optimizers)
+
+
+@pytest.mark.parametrize(("part", "workers"), [("train", 1), ("val", 2)])
+def test_copies_of_the_input_are_neither_learned_nor_choose_a_snapshot(part, workers, tmp_path):
+    setting = make_strips(tmp_path)
+    paths = list((tmp_path / part).iterdir())
+    for path in paths:
+        tile = np.asarray(Image.open(path))[:, :16]
+        Image.fromarray(np.concatenate([tile] * 4, axis=1)).save(path)
+    message = rf"all tiles are copies of its IHC tile, in {len(paths)} of {len(paths)} strips"
+    with pytest.raises(WorkerFailedError, match=message):
+        run_workers(train.main, workers, [*SMALL, setting])
+
+
+def test_a_run_starts_with_the_generators_of_another(trained, data, tmp_path, capfd):
+    export(list_snapshots(trained[0])[-1], tmp_path / "a.safetensors", "generators")
+    arguments = [*SMALL, data, "--pretrained", str(tmp_path / "a.safetensors")]
+    changes = ["optimizer.reference_batch_size=14", "epochs=1", "lanes=2"]
+    run_workers(train.main, 1, [*arguments, *changes, "--dir", str(tmp_path / "run")])
+    output = capfd.readouterr().out
+    assert f"loaded {tmp_path / 'a.safetensors'}\n" in output
+    rates = "learning rate of generators 0.001, of discriminators 0.0001 at batch size 7"
+    assert f"{rates}, scaled from 0.002, 0.0002 at batch size 14\n" in output
+    recorded = events(tmp_path / "run", "scalars")[0]["values"]
+    assert recorded["discriminators/learning_rate"] == 1e-4
 
 
 def test_a_wrong_strip_stops_the_run_with_its_name(data, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import recipes.vit
-from recipes.settings import SettingsError
+from recipes.settings import SETTINGS_FILE, SettingsError
 from recipes.vit import plain, train
 from samestep.snapshot.read import list_snapshots, load
 from tests.jobs import fingerprint
@@ -50,6 +50,7 @@ def test_it_trains_goes_on_and_evaluates(tmp_path):
     )
 
 
-def test_evaluation_without_parameters_is_an_error():
+def test_evaluation_without_parameters_is_an_error(tmp_path):
+    (tmp_path / SETTINGS_FILE).write_text("")
     with pytest.raises(SettingsError, match="--eval needs the --dir of a run with a checkpoint"):
-        plain.main([*SMALL, "--eval"])
+        plain.main([*SMALL, "--eval", "--dir", str(tmp_path)])

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel
 
+from recipes.pretrained import PretrainedError
 from recipes.vit.config import ModelSettings
 from recipes.vit.model import VisionTransformer
-from recipes.vit.pretrained import PretrainedError, load_pretrained, resized_positions
+from recipes.vit.pretrained import load_pretrained, resized_positions
 
 SETTINGS = ModelSettings(
     width=8, depth=2, heads=2, image_size=8, patch_size=2, channels=1, classes=3
@@ -177,6 +178,8 @@ def test_a_head_that_does_not_fit_keeps_its_values(tmp_path, change):
     )
     assert equal(source, target, besides=("head.weight", "head.bias"))
     assert torch.equal(target.head.weight, untouched.head.weight)
+    with pytest.raises(PretrainedError, match=r"head has 3 classes, the file has .*; scores"):
+        load_pretrained(model(2), tmp_path / "a.pth", evaluates=True)
 
 
 # Position embeddings

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recipes.vit.config import ModelSettings, OptimizerSettings
 from recipes.vit.model import VisionTransformer
-from recipes.vit.training import describe_scaling, factor, make_optimizer, make_scheduler
+from recipes.vit.training import describe_rate, factor, make_optimizer, make_scheduler
 
 MODEL = ModelSettings(width=8, depth=1, heads=2, image_size=4, patch_size=2, channels=1, classes=3)
 
@@ -69,11 +69,11 @@ def test_the_peak_grows_with_the_batch_and_both_numbers_are_described():
         scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([2e-4, 2e-4])
     assert (
-        describe_scaling(settings, 2048)
+        describe_rate(settings, 2048)
         == "peak learning rate 0.002 at batch size 2048, scaled from 0.0005 at batch size 512"
     )
     assert (
-        describe_scaling(replace(settings, reference_batch_size=None), 2048)
+        describe_rate(replace(settings, reference_batch_size=None), 2048)
         == "peak learning rate 0.0005, not scaled with the batch size"
     )
 
