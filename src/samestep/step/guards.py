@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import eq, is_
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -123,6 +123,11 @@ class ManualGradients:
                 for number, parameter in self._manual.items()
                 if parameter.grad is not None and bool(parameter.grad.any())
             }
+
+    @property
+    def in_lane(self) -> bool:
+        """Whether lanes are computed now."""
+        return self._in_lane
 
     def has_nested(self) -> bool:
         """Return whether a function of this lane's graph has begun a backward pass of its own."""
@@ -423,6 +428,18 @@ def no_reentrant_checkpoints() -> AbstractContextManager[None]:
             )
 
     return before_reentrant_checkpoints(check)
+
+
+def refuse_collective(name: str) -> NoReturn:
+    """Raise `LossError`: code of a lane communicates with other workers."""
+    raise LossError(
+        f"{name} was called in a lane, by the loss function or the model: each worker runs its"
+        " lanes one after another, so it would combine only some of them, or wait for workers that"
+        " have fewer. Return the lane's mean, because run.backward averages the loss, its gradient"
+        " and the dict of scalars over all lanes. A loss that compares samples of all lanes gets"
+        " them with embed=, and a rule of run.replicate makes one value of a buffer (BatchNorm"
+        " instead of SyncBatchNorm). Call it in the body of the loop for anything else"
+    )
 
 
 @contextmanager

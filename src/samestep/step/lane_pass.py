@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -26,10 +26,11 @@ from samestep.step.guards import (
     explained_errors,
     no_reentrant_checkpoints,
     refuse_added_twice,
+    refuse_collective,
 )
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
-from samestep.torch_internals import divisor_of
+from samestep.torch_internals import before_collectives, divisor_of
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
@@ -92,6 +93,19 @@ class LaneContext:
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.devices[0].type, getattr(torch, self.config.precision))
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Run the loss function, or `embed`, in this block. Raises `LossError` for what it may not.
+
+        It must neither contain reentrant checkpoints nor communicate with other workers.
+        """
+        with self.autocast(), no_reentrant_checkpoints():
+            if self.lanes == 1:  # and a single worker
+                yield
+                return
+            with before_collectives(lambda name: refuse_collective(f"torch.distributed.{name}")):
+                yield
 
     def keep_casts(self) -> AbstractContextManager[Any]:
         """Return a context in which several `autocast` blocks cast each parameter once."""
@@ -234,7 +248,7 @@ class LanePass:
         parameters = replica.of(self.parameters)
         with context.replicas.on(replica), context.observe((self.loss, self.seed)):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
-            with context.autocast(), no_reentrant_checkpoints():
+            with context.user_code():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)
             scalars = self._copied({"loss": loss.detach(), **metrics, **self._divisor(loss)})
             if (divisor := scalars.pop(DIVISOR, None)) is not None:
