@@ -329,7 +329,7 @@ class ModelGuard:
         self._check_storage = check_storage
         # parameters by id, with their dtypes and devices when they were replicated
         self._replicated: dict[int, tuple[Parameter, torch.dtype, torch.device]] = {}
-        self._modules: list[Module] = []  # replicated
+        self.modules: list[Module] = []  # replicated
         # their parameters and addresses at the last check, which change with dtypes and devices
         self._checked: WeakKeyDictionary[Module, tuple[Parameters, list[int]]] = WeakKeyDictionary()
         self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
@@ -339,7 +339,7 @@ class ModelGuard:
         for parameter in module.parameters():
             entry = (parameter, parameter.dtype, parameter.device)
             self._replicated.setdefault(id(parameter), entry)
-        self._modules.append(module)
+        self.modules.append(module)
 
     def places(self) -> dict[int, int]:
         """Return the places of parameters, by id, in the order of replicated modules."""
@@ -347,7 +347,7 @@ class ModelGuard:
 
     def check_all(self) -> None:
         """Raise `ModelError` if user code changed a module, other than by moving it."""
-        for module in self._modules:
+        for module in self.modules:
             self._check(module, self._trainable(module), may_move=True)
 
     def trainable(self, module: Module) -> Parameters:
@@ -384,7 +384,7 @@ class ModelGuard:
             _, dtype, device = entry
             if parameter.dtype == dtype and (may_move or parameter.device == device):
                 return None
-        elif all(module is not replicated for replicated in self._modules):
+        elif all(module is not replicated for replicated in self.modules):
             return "has parameters that are not replicated; pass it to run.replicate first"
         named = module.named_parameters()
         name = next((repr(name) for name, other in named if other is parameter), "a parameter")

@@ -68,6 +68,7 @@ class LaneContext:
     """The lanes of one worker, with the devices, replicas and buffers that their passes use.
 
     `observe` is entered for each lane, with its loss and seed; `samestep verify` looks for changes.
+    `watch` is entered with its number, to refuse state of earlier lanes.
     """
 
     world: World
@@ -75,6 +76,7 @@ class LaneContext:
     lanes: int
     devices: Sequence[torch.device]
     observe: Callable[..., AbstractContextManager[Any]] = nullcontext
+    watch: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         # at least one lane per device
@@ -246,7 +248,11 @@ class LanePass:
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
         parameters = replica.of(self.parameters)
-        with context.replicas.on(replica), context.observe((self.loss, self.seed)):
+        with (
+            context.replicas.on(replica),
+            context.observe((self.loss, self.seed)),
+            context.watch(lane),
+        ):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.user_code():
                 loss, metrics = split_loss(self.loss.fn(self.loss.model, batch), lane)

@@ -101,7 +101,11 @@ class WholeBatchPass(LanePass):
         if count == 0:
             return gradients
         embed = cast(LossFn, self.loss.embed)
-        with context.replicas.on(replica), context.observe((self.loss, self.seed)):
+        with (
+            context.replicas.on(replica),
+            context.observe((self.loss, self.seed)),
+            context.watch(lane),
+        ):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.user_code():
                 form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
