@@ -101,7 +101,7 @@ class LaneState:
             if not isinstance(value, Tensor) or value is earlier:
                 continue
             was_set = self._set.get(place)  # by the lane before
-            if was_set is not None and earlier is was_set and _differ(value, was_set):
+            if earlier is was_set and was_set is not None and _differ(value, was_set):
                 self._replaced.add(place)
             self._set[place] = value
 
@@ -155,9 +155,9 @@ class _OfAnotherLane(Tensor):
         raise LossError(
             f"lane {placeholder.lane} read {placeholder.place}, which an earlier lane of this"
             " worker had set, so the result would depend on the number of workers. Start each lane"
-            " from a fixed value; a state of a sequence comes with the batch of run.streams, an average"
-            " over samples is a buffer with a rule of run.replicate, and a metric is returned in"
-            " the dict of the loss function. Or set it in the body of the loop, after run.backward"
+            " from a fixed value; a state of a sequence comes with the batch of run.streams, an"
+            " average over samples is a buffer with a rule of run.replicate, and a metric is"
+            " returned in the dict of the loss function. Or set it in the body of the loop"
         )
 
 
