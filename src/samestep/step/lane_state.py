@@ -141,9 +141,8 @@ class _OfAnotherLane(Tensor):
     @classmethod
     def of(cls, tensor: Tensor, name: str, lane: int) -> _OfAnotherLane:
         """Return a placeholder that says which lane it is hidden from."""
-        placeholder = without_storage(cls, tensor)
-        placeholder.place, placeholder.lane = name, lane
-        return placeholder
+        kind = type(cls.__name__, (cls,), {"place": name, "lane": lane})
+        return without_storage(kind, tensor)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
