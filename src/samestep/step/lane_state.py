@@ -95,7 +95,7 @@ class LaneState:
                     reference.put(value)
         if self._is_first:  # it may have made places
             self._is_first = False
-            self._search(self._roots)
+            self._search(self._roots, in_lane=True)
         for place, reference in self._places.items():
             value, earlier = reference.value(), before.get(place)
             if not isinstance(value, Tensor) or value is earlier:
@@ -105,12 +105,17 @@ class LaneState:
                 self._replaced.add(place)
             self._set[place] = value
 
-    def _search(self, roots: dict[str, Any]) -> None:
-        """Find the parameters and tensors that lanes reach, except buffers with rules."""
+    def _search(self, roots: dict[str, Any], *, in_lane: bool = False) -> None:
+        """Find the parameters and tensors that lanes reach, except buffers with rules.
+
+        In a lane, modules may have the parameters of another device, which are copied each step.
+        """
         registries = {id(buffers_in(part)) for module in self._modules for part in module.modules()}
         for reference in find_tensors(**roots, modules=list(self._modules)):
             tensor = reference.value()
             if isinstance(tensor, Parameter):
+                if in_lane:
+                    continue
                 self._parameters.setdefault(id(tensor), (tensor, _readable(reference)))
             elif id(reference.owner) not in registries:
                 self._places[id(reference.owner), reference.key] = reference
