@@ -50,6 +50,8 @@ class LaneState:
         self._calls += 1
         is_due = self._every is not None and step % self._every == 0
         if self._calls <= FIRST_CALLS or is_due:
+            if self._calls > FIRST_CALLS:
+                self._places.clear()  # such as those of earlier loss functions
             self._search(roots)
         compares_bits = self._calls <= BIT_CALLS or is_due
         references = list(self._places.values())
