@@ -148,6 +148,16 @@ def test_caches_and_results_of_layers_are_allowed():
     assert net.scratch.sum().isfinite()
 
 
+def test_tensors_without_bytes_are_no_trouble():
+    net = Net()
+    net.graph = torch.eye(2).to_sparse()
+    turned = torch.ones(2, dtype=torch.complex64).conj()
+    vars(net).update(shape=torch.empty(2, device="meta"), turned=turned)
+    with torch.inference_mode():
+        net.fixed = torch.ones(2)
+    assert trained(lambda model, rows: model(model.graph @ rows), net=net) == 4
+
+
 def test_a_single_lane_may_keep_a_state():
     with ss.init(lanes=1) as run:
         model = run.replicate(Net())

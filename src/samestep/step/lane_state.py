@@ -57,7 +57,7 @@ class LaneState:
         references = list(self._places.values())
         others = [reference.value() for reference in references]
         tensors = [tensor for tensor, _ in self._parameters.values()]
-        tensors += [tensor for tensor in others if isinstance(tensor, Tensor)]
+        tensors += [tensor for tensor in others if _is_plain(tensor)]
         before = _marks(tensors, compares_bits=compares_bits)
         self._roots, self._is_first = roots, True
         try:
@@ -100,7 +100,7 @@ class LaneState:
             self._search(self._roots, in_lane=True)
         for place, reference in self._places.items():
             value, earlier = reference.value(), before.get(place)
-            if not isinstance(value, Tensor) or value is earlier:
+            if not _is_plain(value) or value is earlier:
                 continue
             was_set = self._set.get(place)  # by the lane before
             if earlier is was_set and was_set is not None and _differ(value, was_set):
@@ -116,7 +116,7 @@ class LaneState:
         for reference in find_tensors(**roots, modules=list(self._modules)):
             tensor = reference.value()
             if isinstance(tensor, Parameter):
-                if in_lane:
+                if in_lane or not _is_plain(tensor):
                     continue
                 self._parameters.setdefault(id(tensor), (tensor, _readable(reference)))
             elif id(reference.owner) not in registries:
@@ -165,6 +165,16 @@ class _OfAnotherLane(Tensor):
             " average over samples is a buffer with a rule of run.replicate, and a metric is"
             " returned in the dict of the loss function. Or set it in the body of the loop"
         )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether it is a tensor with a version, an address and bytes."""
+    return (
+        type(value) in {Tensor, Parameter}
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not (value.is_nested or value.is_inference() or value.is_conj() or value.is_neg())
+    )
 
 
 def _marks(tensors: Sequence[Tensor], *, compares_bits: bool) -> list[tuple[int, ...]]:
