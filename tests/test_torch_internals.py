@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -159,6 +160,29 @@ def test_reentrant_checkpoints_are_noticed():
         assert argument is inputs
     checkpoint(torch.sin, inputs, use_reentrant=True)
     assert len(seen) == 1
+
+
+def test_collectives_are_noticed(tmp_path):
+    from torch.distributed import _functional_collectives as functional
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    seen, values = [], torch.ones(2)
+    try:
+        with internals.before_collectives(seen.append):
+            assert dist.get_rank() == dist.get_world_size() - 1 == 0
+            assert seen == []
+            dist.all_reduce(values)
+            dist.broadcast(values, 0)
+            dist.all_gather_object([None], 1)
+            functional.all_reduce(values, "sum", dist.group.WORLD).wait()
+            with ThreadPoolExecutor() as executor:
+                executor.submit(dist.barrier).result()
+        dist.all_reduce(values)
+    finally:
+        dist.destroy_process_group()
+    assert {"all_reduce", "broadcast", "all_gather_object"} <= set(seen)
+    assert seen[-1] == "all_reduce"
+    assert "barrier" not in seen
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

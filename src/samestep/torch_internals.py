@@ -7,10 +7,13 @@ if a new version of PyTorch changes what it needs (tests/test_torch_internals.py
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from importlib import import_module
+from inspect import currentframe
+from threading import get_ident
 from typing import Any, Final, TypeVar
 
 import torch
@@ -24,6 +27,11 @@ from torch.utils import checkpoint
 AroundBackward = Callable[[], AbstractContextManager[None]]
 Subclass = TypeVar("Subclass", bound=Tensor)
 
+# by module, what its collectives call before they communicate
+COLLECTIVES: Final = {
+    "torch.distributed.distributed_c10d": ("_rank_not_in_group",),
+    "torch.distributed._functional_collectives": ("_resolve_group", "_resolve_group_name"),
+}
 NODES: Final = 8  # of a loss's graph that are searched for a cross-entropy
 
 # One call for many tensors, because each call takes microseconds. torch's optimizers use them.
@@ -117,6 +125,39 @@ def before_reentrant_checkpoints(check: Callable[[Sequence[Any]], object]) -> It
         yield
     finally:
         del kind.apply  # the inherited one is back
+
+
+@contextmanager
+def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
+    """In this block, call `check` with the name of each collective that this thread begins.
+
+    Functions of torch.distributed ask `_rank_not_in_group` first, however they were imported, and
+    functional collectives resolve their group. Others that ask, such as `get_rank`, only read.
+    """
+    thread = get_ident()
+
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fn(*args: Any, **kwargs: Any) -> Any:
+            frame = currentframe()
+            name = frame.f_back.f_code.co_name if frame and frame.f_back else ""
+            if get_ident() == thread and not name.lstrip("_").startswith(("get_", "set_", "res")):
+                check(name)
+            return original(*args, **kwargs)
+
+        return fn
+
+    originals = []
+    for module, names in COLLECTIVES.items():
+        for name in names:
+            original = getattr(sys.modules.get(module), name, None)
+            if original is not None:
+                originals.append((sys.modules[module], name, original))
+                setattr(sys.modules[module], name, checked(original))
+    try:
+        yield
+    finally:
+        for namespace, name, original in originals:
+            setattr(namespace, name, original)
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:

@@ -157,7 +157,7 @@ def test_data_set_must_be_map_style_and_not_empty(dataset, words):
             ss.DataError,
             "lengths has 1 entries for 8 samples",
         ),
-        ({"count": lambda batch: 0.5}, ss.DataError, "count must return .* got 0.5 for lane 0"),
+        ({"count": lambda batch: -0.5}, ss.DataError, "count must return .* got -0.5 for lane 0"),
         ({"count": lambda batch: -1}, ss.DataError, "count must return .* got -1 for lane 0"),
         ({"update": "head"}, ss.errors.ModelError, "must update a torch.nn.Module, got str"),
         (

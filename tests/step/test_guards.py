@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd import Variable, backward
 
-from samestep.errors import OptimizerError, WorldError
+import samestep as ss
+from samestep.errors import LossError, OptimizerError, WorldError
 from samestep.step.guards import ManualGradients, check_same_call
+from tests.workers import run_workers
 
 
 def test_a_watched_parameter_has_no_hook_and_autograd_is_restored():
@@ -44,3 +46,44 @@ def test_the_worker_that_went_on_is_named():
     check_same_call([3, 3, 3])
     with pytest.raises(WorldError, match="worker 1 went on after an exception"):
         check_same_call([3, 4, 3])
+
+
+def in_a_lane(call):
+    """Make a call in a loss function, in the model and in `embed`; return the messages."""
+    messages = []
+    with ss.init(lanes=2, process_group=True) as run:
+        model = run.replicate(nn.Linear(1, 1))
+
+        def called(model, batch):
+            call(run)
+            return model(batch)
+
+        def loss_fn(model, batch):
+            return model(batch).mean()
+
+        hook = model.register_forward_hook(lambda *_: call(run))
+        (batch,) = run.batches(torch.ones(2, 1), 2)
+        for arguments in (
+            {"loss_fn": loss_fn},
+            {"loss_fn": lambda model, rows: rows.mean(), "embed": called},
+            {"loss_fn": lambda model, rows: called(model, rows).mean(), "embed": called},
+        ):
+            with pytest.raises(LossError) as caught:
+                run.backward(arguments.pop("loss_fn"), model, batch, **arguments)
+            messages.append(str(caught.value).partition(" was called in a lane, by the loss")[0])
+            hook.remove()
+        call(run)  # outside, it may
+    return set(messages)
+
+
+def test_collectives_in_a_lane_are_refused():
+    def body():
+        return [
+            in_a_lane(lambda run: distributed.all_reduce(torch.ones(1))),
+            in_a_lane(lambda run: run.all_gather(1)),
+            in_a_lane(lambda run: run.barrier("waiting")),
+        ]
+
+    expected = [{"torch.distributed.all_reduce"}, {"run.all_gather"}, {"run.barrier"}]
+    for workers in (1, 2):
+        assert run_workers(body, workers) == [expected] * workers

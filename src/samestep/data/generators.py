@@ -72,6 +72,13 @@ class Reference(NamedTuple):
         except (AttributeError, LookupError, TypeError, ValueError):
             return None
 
+    def put(self, value: Any) -> None:
+        """Let the owner hold another object, if it can."""
+        if self.get is getattr:
+            setattr(self.owner, self.key, value)
+        else:
+            self.owner[self.key] = value
+
 
 class ForeignGenerators:
     """The generators that the `roots` reach: found at the first draw, and seeded for each draw.
@@ -163,6 +170,25 @@ def find(**roots: Any) -> list[Reference]:
         queue += parts
         if seed_method(value) and not any(isinstance(part.value(), KINDS) for part in parts):
             references.append(reference)
+    return references
+
+
+def find_tensors(**roots: Any) -> list[Reference]:
+    """Return references to the tensors that the roots reach, where others can be put."""
+    references, seen = [], {}
+    queue = deque(Reference(name, getitem, roots, name) for name in roots)
+    for _ in range(MOST_OBJECTS):
+        if not queue:
+            break
+        reference = queue.popleft()
+        value = reference.value()
+        if isinstance(value, torch.Tensor):
+            if not isinstance(reference.owner, (tuple, GeneratorType)):
+                references.append(reference)
+        elif not isinstance(value, (*_PLAIN, *KINDS)) and id(value) not in seen:
+            seen[id(value)] = value
+            if len(queue) < MOST_OBJECTS:
+                queue += _parts(reference.name, value)
     return references
 
 
@@ -319,7 +345,8 @@ def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
 def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Reference]:
     module = str(names.get("__name__")).replace("__mp_main__", "__main__")
     for name in code.co_names:
-        if name in names and not isinstance(names[name], _PLAIN):
+        value = names.get(name)
+        if isinstance(value, torch.Tensor) or not isinstance(value, _PLAIN):  # nor None
             yield Reference(f"{module}.{name}", getitem, names, name)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

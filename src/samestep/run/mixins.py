@@ -18,6 +18,7 @@ from samestep.metrics import Means
 from samestep.record import Record
 from samestep.run.progress import Progress
 from samestep.step.gradients import SlicedGradient
+from samestep.step.guards import refuse_collective
 from samestep.step.lane_engine import LaneEngine
 
 
@@ -25,6 +26,7 @@ class Collectives:
     """The methods of `Run` that move objects between workers."""
 
     _world: World
+    _lanes: LaneEngine
     world_size: int
 
     def gather(self, obj: Any) -> list[Any] | None:
@@ -34,7 +36,7 @@ class Collectives:
             >>> run.gather({"rank": run.rank})
             [{'rank': 0}]
         """
-        return self._world.gather_object(obj, "gathering an object")
+        return self._outside_of_lanes("gather").gather_object(obj, "gathering an object")
 
     def all_gather(self, obj: Any) -> list[Any]:
         """Return every worker's picklable object, by rank.
@@ -43,7 +45,7 @@ class Collectives:
             >>> run.all_gather(run.rank)
             [0]
         """
-        return self._world.all_gather_object(obj, "gathering an object")
+        return self._outside_of_lanes("all_gather").all_gather_object(obj, "gathering an object")
 
     def broadcast(self, obj: Any) -> Any:
         """Return rank 0's picklable object.
@@ -52,7 +54,7 @@ class Collectives:
             >>> run.broadcast("name" if run.is_main else None)
             'name'
         """
-        return self._world.broadcast_object(obj, "broadcasting an object")
+        return self._outside_of_lanes("broadcast").broadcast_object(obj, "broadcasting an object")
 
     def reduce_dict(self, values: Mapping[str, Any], *, average: bool = True) -> dict[str, Any]:
         """Return the means, or sums, of numbers and tensors over workers.
@@ -68,7 +70,9 @@ class Collectives:
             >>> run.reduce_dict({"seconds": 0.5})
             {'seconds': 0.5}
         """
-        dicts = self._world.all_gather_object(dict(values), "reducing a dict")
+        dicts = self._outside_of_lanes("reduce_dict").all_gather_object(
+            dict(values), "reducing a dict"
+        )
         names = dicts[0].keys()
         for rank, other in enumerate(dicts):
             if other.keys() != names:
@@ -88,7 +92,13 @@ class Collectives:
         Example:
             >>> run.barrier("preparing data")
         """
-        self._world.barrier(what)
+        self._outside_of_lanes("barrier").barrier(what)
+
+    def _outside_of_lanes(self, name: str) -> World:
+        """Return the workers. Raises `LossError` in a lane, which they do not run together."""
+        if self._lanes.manual.in_lane and self._lanes.lanes > 1:
+            refuse_collective(f"run.{name}")
+        return self._world
 
 
 CHANNELS = (1, 3)

@@ -314,17 +314,18 @@ class Buffers:
         ]
         # uint8 [workers, nbytes]; the first one has the first lane
         rows = torch.stack([rows[rank] for rank in with_items])  # an index would be copied to a GPU
-        unequal = rows[:, len(rows[0]) - len(copied) :].any(0)  # bool [copied], within any worker
         current = self._current()
-        for place, number in enumerate(copied):
+        unknown = {}  # [workers, nbytes] each, by number
+        for number in copied:
             start = self._start[number]
-            values = rows[:, offset : offset + start.nbytes]  # [workers, nbytes]
-            first = values[0].clone()
-            current[number].data.copy_(first.view(start.dtype).view(start.shape))
+            values = rows[:, offset : offset + start.nbytes]
             offset += start.nbytes
+            current[number].data.copy_(values[0].clone().view(start.dtype).view(start.shape))
             if self._homes[number].rule is None:
-                differs = unequal[place] | (values != first).any()
-                self._differing[number] = differs | self._differing.get(number, differs)
+                unknown[number] = values
+        for place, (number, values) in enumerate(unknown.items(), offset):
+            differs = rows[:, place].any() | (values != values[0]).any()  # in or between workers
+            self._differing[number] = differs | self._differing.get(number, differs)
         if rows.device.type == "cpu" or self._steps <= 2:
             self._check_differing()
 
@@ -367,13 +368,13 @@ class Buffers:
         pieces += [torch.zeros_like(piece) for piece in pieces[: len(parts)]] * missing
         flags = []  # uint8 [1] each
         for number in copied:
-            start = self._start[number].reshape(-1)
-            # uint8 [lanes, nbytes]
-            values = [value(lane, number).contiguous().view(torch.uint8) for lane in own_lanes]
-            first = values[0] if values else start.contiguous().view(torch.uint8)
+            first = value(own_lanes[0], number) if own_lanes else self._start[number].reshape(-1)
+            first = first.contiguous().view(torch.uint8)
             pieces.append(first)
-            unequal = [(other != first).any().view(1) for other in values[1:]]
-            flags.append(torch.cat([first.new_zeros(1), *unequal]).amax(0, keepdim=True))
+            if self._homes[number].rule is None:
+                others = [value(lane, number).contiguous() for lane in own_lanes[1:]]
+                unequal = [(other.view(torch.uint8) != first).any().view(1) for other in others]
+                flags.append(torch.cat([first.new_zeros(1), *unequal]).amax(0, keepdim=True))
         row = torch.cat([*pieces, *flags])  # uint8 [nbytes]: values of any dtype in one message
         rows = row.new_empty(self._world.size * len(row))
         self._world.all_gather(rows, row, "averaging buffers")
@@ -405,6 +406,9 @@ class Buffers:
 
     def _unresized(self, starts: Sequence[Tensor]) -> list[Tensor]:
         """Return the current values. Raises `ModelError` if one has another shape than `starts`."""
+        values = [home.registry.get(home.name) for home in self._homes]
+        if _kinds(values) == _kinds(starts):
+            return self._detached()
         for home, start in zip(self._homes, starts, strict=True):
             if not home.holds_shape_of(start):
                 value = home.registry.get(home.name)
@@ -436,6 +440,10 @@ class Buffers:
 
     def _all_groups(self) -> list[_Group]:
         return [group for groups in self._groups.values() for group in groups]
+
+
+def _kinds(tensors: Iterable[Tensor | None]) -> list[Any]:
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _join(parts: Sequence[_Part], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import eq, is_
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -131,6 +131,11 @@ class ManualGradients:
                 for number, parameter in self._manual.items()
                 if parameter.grad is not None and bool(parameter.grad.any())
             }
+
+    @property
+    def in_lane(self) -> bool:
+        """Whether lanes are computed now."""
+        return self._in_lane
 
     def has_nested(self) -> bool:
         """Return whether a function of this lane's graph has begun a backward pass of its own."""
@@ -355,7 +360,7 @@ class ModelGuard:
         self._check_storage = check_storage
         # parameters by id, with their dtypes and devices when they were replicated
         self._replicated: dict[int, tuple[Parameter, torch.dtype, torch.device]] = {}
-        self._modules: list[Module] = []  # replicated
+        self.modules: list[Module] = []  # replicated
         # their parameters and addresses at the last check, which change with dtypes and devices
         self._checked: WeakKeyDictionary[Module, tuple[Parameters, list[int]]] = WeakKeyDictionary()
         self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
@@ -365,7 +370,7 @@ class ModelGuard:
         for parameter in module.parameters():
             entry = (parameter, parameter.dtype, parameter.device)
             self._replicated.setdefault(id(parameter), entry)
-        self._modules.append(module)
+        self.modules.append(module)
 
     def places(self) -> dict[int, int]:
         """Return the places of parameters, by id, in the order of replicated modules."""
@@ -373,7 +378,7 @@ class ModelGuard:
 
     def check_all(self) -> None:
         """Raise `ModelError` if user code changed a module, other than by moving it."""
-        for module in self._modules:
+        for module in self.modules:
             self._check(module, self._trainable(module), may_move=True)
 
     def trainable(self, module: Module) -> Parameters:
@@ -410,7 +415,7 @@ class ModelGuard:
             _, dtype, device = entry
             if parameter.dtype == dtype and (may_move or parameter.device == device):
                 return None
-        elif all(module is not replicated for replicated in self._modules):
+        elif all(module is not replicated for replicated in self.modules):
             return "has parameters that are not replicated; pass it to run.replicate first"
         named = module.named_parameters()
         name = next((repr(name) for name, other in named if other is parameter), "a parameter")
@@ -454,6 +459,18 @@ def no_reentrant_checkpoints() -> AbstractContextManager[None]:
             )
 
     return before_reentrant_checkpoints(check)
+
+
+def refuse_collective(name: str) -> NoReturn:
+    """Raise `LossError`: code of a lane communicates with other workers."""
+    raise LossError(
+        f"{name} was called in a lane, by the loss function or the model: each worker runs its"
+        " lanes one after another, so it would combine only some of them, or wait for workers that"
+        " have fewer. Return the lane's mean, because run.backward averages the loss, its gradient"
+        " and the dict of scalars over all lanes. A loss that compares samples of all lanes gets"
+        " them with embed=, and a rule of run.replicate makes one value of a buffer (BatchNorm"
+        " instead of SyncBatchNorm). Call it in the body of the loop for anything else"
+    )
 
 
 @contextmanager

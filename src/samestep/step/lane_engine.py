@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -30,6 +30,7 @@ from samestep.step.guards import (
     nonfinite_loss,
 )
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
+from samestep.step.lane_state import LaneState
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.scaling import scaled
 from samestep.step.shard import Shard
@@ -103,6 +104,9 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
+        self._state = LaneState(self.models.modules, self.config.check_every)
+        if self.lanes > 1:
+            self.watch = self._state.lane
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self.gpu_clock = GpuClock(self.devices[0])
@@ -193,7 +197,7 @@ class LaneEngine(LaneContext):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             begun = self.gpu_clock.mark()
-            with self.manual.lanes():
+            with self.manual.lanes(), self._watched(loss, seed[0]):
                 # [subtrees, parameters], each a tensor or None
                 own_gradients = yield from lane_pass.run()
             computed = self.gpu_clock.mark()
@@ -234,6 +238,12 @@ class LaneEngine(LaneContext):
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, list(notes), skipped)
+
+    def _watched(self, loss: LossSpec, step: int) -> AbstractContextManager[None]:
+        """Return a context of this worker's lanes, which may not change what others read."""
+        if self.lanes == 1:
+            return nullcontext()
+        return self._state.lanes(step, loss_fn=loss.fn, embed=loss.embed, model=loss.model)
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
         """Return copies of the gradients to which this call adds, none if they are clear.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -26,10 +26,11 @@ from samestep.step.guards import (
     explained_errors,
     no_reentrant_checkpoints,
     refuse_added_twice,
+    refuse_collective,
 )
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
-from samestep.torch_internals import divisor_of
+from samestep.torch_internals import before_collectives, divisor_of
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
@@ -68,6 +69,7 @@ class LaneContext:
     """The lanes of one worker, with the devices, replicas and buffers that their passes use.
 
     `observe` is entered for each lane, with its loss and seed; `samestep verify` looks for changes.
+    `watch` is entered with its number, to refuse state of earlier lanes.
     """
 
     world: World
@@ -75,6 +77,7 @@ class LaneContext:
     lanes: int
     devices: Sequence[torch.device]
     observe: Callable[..., AbstractContextManager[Any]] = nullcontext
+    watch: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         # at least one lane per device
@@ -93,6 +96,19 @@ class LaneContext:
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.devices[0].type, getattr(torch, self.config.precision))
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Run the loss function, or `embed`, in this block. Raises `LossError` for what it may not.
+
+        It must neither contain reentrant checkpoints nor communicate with other workers.
+        """
+        with self.autocast(), no_reentrant_checkpoints():
+            if self.lanes == 1:  # and a single worker
+                yield
+                return
+            with before_collectives(lambda name: refuse_collective(f"torch.distributed.{name}")):
+                yield
 
     def keep_casts(self) -> AbstractContextManager[Any]:
         """Return a context in which several `autocast` blocks cast each parameter once."""
@@ -237,9 +253,13 @@ class LanePass:
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
         parameters = replica.of(self.parameters)
-        with context.replicas.on(replica), context.observe((self.loss, self.seed)):
+        with (
+            context.replicas.on(replica),
+            context.observe((self.loss, self.seed)),
+            context.watch(lane),
+        ):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
-            with context.autocast(), no_reentrant_checkpoints():
+            with context.user_code():
                 if self.loss.fn is None:
                     returned = yield LaneBatch(lane, batch)
                 else:

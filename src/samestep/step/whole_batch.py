@@ -24,7 +24,7 @@ from samestep.data.random_state import generators_restored, key, keyed, set_gene
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients
-from samestep.step.guards import is_out_of_memory, no_reentrant_checkpoints
+from samestep.step.guards import is_out_of_memory
 from samestep.step.lane_pass import LanePass, LossFn, split_loss
 from samestep.step.replicas import Replica
 
@@ -101,9 +101,13 @@ class WholeBatchPass(LanePass):
         if count == 0:
             return gradients
         embed = cast(LossFn, self.loss.embed)
-        with context.replicas.on(replica), context.observe((self.loss, self.seed)):
+        with (
+            context.replicas.on(replica),
+            context.observe((self.loss, self.seed)),
+            context.watch(lane),
+        ):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
-            with context.autocast(), no_reentrant_checkpoints():
+            with context.user_code():
                 form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
             if self._is_second:
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
@@ -172,7 +176,7 @@ class WholeBatchPass(LanePass):
             keyed(key(context.config.seed, "whole batch", *self.seed)),
         ):
             try:
-                with context.autocast(), no_reentrant_checkpoints():
+                with context.user_code():
                     # cloned, because a loss function may write to them, but not to leaves
                     copies = [tensor.clone() for tensor in gathered.tensors]
                     embeddings = joined(gathered.form, copies)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.errors import LossError
+from tests.workers import run_workers
+
+total = torch.zeros(())
+hidden = {}
+
+
+class Net(nn.Module):
+    """A student, its teacher, and tensors that are no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(2, 2)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(requires_grad=False)
+        self.state = self.cache = self.scratch = None
+
+    def forward(self, rows):
+        return self.student(rows).mean()
+
+
+def trained(loss_fn, steps=4, net=None, **options):
+    """Train with one lane per worker, or four in one worker."""
+    torch.manual_seed(0)
+    with ss.init(lanes=4, **options) as run:
+        model = run.replicate(net or Net())
+        optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+        for batch in run.batches(torch.randn(8 * steps, 2), 8, epochs=1):
+            run.backward(loss_fn, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.step
+
+
+def update_data(model):
+    for teacher, student in zip(
+        model.teacher.parameters(), model.student.parameters(), strict=True
+    ):
+        teacher.data.mul_(0.5).add_(student.data, alpha=0.5)
+
+
+def update_in_place(model):
+    with torch.no_grad():
+        model.teacher.bias.lerp_(model.student.bias, 0.5)
+
+
+def update_address(model):
+    model.teacher.bias.data = 0.5 * model.teacher.bias.data
+
+
+def update_by_loading(model):
+    model.teacher.load_state_dict(model.student.state_dict())
+
+
+@pytest.mark.parametrize(
+    "update", [update_data, update_in_place, update_address, update_by_loading]
+)
+def test_a_lane_that_changes_a_parameter_is_refused(update):
+    def loss_fn(model, rows):
+        update(model)
+        return model(rows)
+
+    message = (
+        r"a lane changed the parameter model.teacher.(weight|bias), .* after optimizer.step\(\)"
+    )
+    with pytest.raises(LossError, match=message):
+        trained(loss_fn)
+
+
+def test_a_write_without_a_version_is_found_when_bits_are_compared():
+    calls = []
+
+    def loss_fn(model, rows):
+        calls.append(0)
+        if len(calls) > 4 * 3:
+            model.teacher.bias.data.add_(1)
+        return model(rows)
+
+    with pytest.raises(LossError, match=r"changed the parameter model.teacher.bias"):
+        trained(loss_fn, steps=9, check_every=7)
+    assert len(calls) == 4 * 8
+
+
+def test_tensors_of_the_loss_function_must_not_be_changed_in_place():
+    count = torch.zeros(())
+
+    def add_to_closure(model, rows):
+        nonlocal count
+        count += len(rows)
+        return model(rows)
+
+    def add_to_global(model, rows):
+        total.add_(len(rows))
+        return model(rows)
+
+    with pytest.raises(LossError, match=r"changed the tensor loss_fn: count in place"):
+        trained(add_to_closure)
+    with pytest.raises(LossError, match=r"changed the tensor .*test_lane_state.total in place"):
+        trained(add_to_global)
+
+
+def keep_in_attribute(model, rows):
+    state = torch.zeros(2) if model.state is None else model.state
+    model.state = (0.9 * state + model.student(rows).mean(0)).detach()
+    return (model.student(rows) * model.state).mean()
+
+
+def keep_in_dict(model, rows):
+    state = hidden.get("state", torch.zeros(2))
+    hidden["state"] = torch.cat([(0.9 * state + rows.mean(0)).detach()])
+    return (model.student(rows) * state).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"),
+    [(keep_in_attribute, r"model\.state"), (keep_in_dict, r".*test_lane_state\.hidden\['state'\]")],
+)
+def test_a_hidden_state_is_refused_at_any_number_of_workers(loss_fn, name):
+    def body():
+        hidden.clear()
+        with pytest.raises(LossError, match=rf"lane \d read {name}, which an earlier lane"):
+            trained(loss_fn)
+
+    for workers in (1, 4):
+        run_workers(body, workers)
+
+
+def test_caches_and_results_of_layers_are_allowed():
+    net, losses = Net(), []
+
+    def loss_fn(model, rows):
+        if model.cache is None or len(model.cache) < len(rows):
+            model.cache = torch.arange(len(rows))
+        model.scratch = model.student(rows) + model.cache[:, None]
+        losses.append(model.scratch.detach())
+        return model.scratch.mean()
+
+    assert trained(loss_fn, net=net) == 4
+    assert type(net.scratch) is torch.Tensor
+    assert net.scratch.sum().isfinite()
+
+
+def test_tensors_without_bytes_are_no_trouble():
+    net = Net()
+    net.graph = torch.eye(2).to_sparse()
+    turned = torch.ones(2, dtype=torch.complex64).conj()
+    vars(net).update(shape=torch.empty(2, device="meta"), turned=turned)
+    with torch.inference_mode():
+        net.fixed = torch.ones(2)
+    assert trained(lambda model, rows: model(model.graph @ rows), net=net) == 4
+
+
+def test_a_single_lane_may_keep_a_state():
+    with ss.init(lanes=1) as run:
+        model = run.replicate(Net())
+        for batch in run.batches(torch.ones(8, 2), 2, epochs=1):
+            run.backward(keep_in_attribute, model, batch)
