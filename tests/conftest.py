@@ -46,6 +46,15 @@ def _default_gpu_check() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _starts_as_of_new_processes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let tests start a finished run again in this process, as users do in another one."""
+    if request.path.stem != "test_several_runs":
+        monkeypatch.setattr("samestep.run.run.refuse_finished", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
 def _default_signals() -> None:
     """Deliver every signal as in a fresh process.
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from samestep.data.shards import ShardedDataset, ShardStream
     from samestep.metrics import Means, Metric, check_metric
     from samestep.run import Run, init
+    from samestep.run.patience import Patience
     from samestep.snapshot.dcp import read_dcp
     from samestep.snapshot.read import read_snapshot
 
@@ -37,6 +38,7 @@ _LAZY = {
     "Means": "samestep.metrics",
     "Metric": "samestep.metrics",
     "PackedList": "samestep.data.batch",
+    "Patience": "samestep.run.patience",
     "Run": "samestep.run",
     "ShardOrder": "samestep.data.orders",
     "ShardStream": "samestep.data.shards",
@@ -58,6 +60,7 @@ __all__ = [
     "NonFiniteLossError",
     "OutOfMemoryError",
     "PackedList",
+    "Patience",
     "Run",
     "SamestepError",
     "ShardOrder",

@@ -19,6 +19,8 @@ A message says what is wrong with which value, what was expected, and what to do
 
 from __future__ import annotations
 
+import types
+
 
 class SamestepError(Exception):
     """Base class of the exceptions of samestep.
@@ -57,6 +59,28 @@ class WorkerError(LaunchError):
         self.rank = rank
         self.traceback = traceback
         self.status = status
+
+    def with_type_of_cause(self) -> WorkerError:
+        """Return an error that is also of the type of its cause, with the cause's attributes.
+
+        As in Ray, callers can catch either type. Returns this error if there is no cause, or if
+        Python cannot combine the types.
+        """
+        cause = self.__cause__
+        if cause is None or isinstance(cause, WorkerError):
+            return self
+        names = {"__str__": Exception.__str__, "__module__": __name__}
+        try:
+            both: type[WorkerError] = type("WorkerError", (WorkerError, type(cause)), names)
+            typed = both.__new__(both)
+        except TypeError:
+            return self
+        for kind in type(cause).__mro__:  # attributes of built-in ones, such as `errno`
+            for name, member in vars(kind).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    setattr(typed, name, getattr(cause, name))
+        typed.__setstate__({**vars(cause), **vars(self), "args": self.args})
+        return typed
 
 
 class WorldError(SamestepError):

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -23,15 +23,18 @@ from samestep.host import anonymous_file, anonymous_memory, set_size
 TERMINAL: Final = "SAMESTEP_INTERNAL_TERMINAL"  # "1" if the launcher's stderr is a terminal
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
 LAUNCHER_STATE: Final = "SAMESTEP_INTERNAL_LAUNCHER_STATE"
+LOGGED: Final = "SAMESTEP_INTERNAL_LOGGED"  # the number of a socket for logged values
 SLOTS: Final = 2  # per worker: while one is being written, the other is valid
 _BOARD_BYTES: Final = mmap.PAGESIZE
-# the board's layout: the step, whether the run is under way, whether it uses NCCL, and the path of
-# the run's directory
+# the board's layout: the step, whether the run is under way, whether it uses NCCL, whether it has
+# finished, and the path of the run's directory
 _STEP: Final = struct.Struct("<q")
 _UNDER_WAY: Final = struct.Struct("<?")
 _NCCL: Final = struct.Struct("<?")
 _NCCL_AT: Final = _STEP.size + _UNDER_WAY.size
-_PATH_AT: Final = _NCCL_AT + _NCCL.size
+_FINISHED: Final = struct.Struct("<?")
+_FINISHED_AT: Final = _NCCL_AT + _NCCL.size
+_PATH_AT: Final = _FINISHED_AT + _FINISHED.size
 _NO_RUN: Final = -1
 _MAX_MODULES: Final = 1 << 20  # maximum size of the modules' names, in bytes
 
@@ -104,12 +107,22 @@ class LauncherState:
     def report_start(self, directory: str, step: int) -> None:
         """Record that a run began in a directory (full path, "" for none), so it can be resumed."""
         path = os.fsencode(directory) + b"\0"
-        os.pwrite(self.board, path, _PATH_AT)
+        os.pwrite(self.board, _FINISHED.pack(False) + path, _FINISHED_AT)
         os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True), 0)
 
     def report_step(self, step: int) -> None:
         """Record the number of completed steps."""
         os.pwrite(self.board, _STEP.pack(step), 0)
+
+    def report_finish(self) -> None:
+        """Record that the run has finished."""
+        os.pwrite(self.board, _FINISHED.pack(True), _FINISHED_AT)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the last run has finished."""
+        (finished,) = _FINISHED.unpack(os.pread(self.board, _FINISHED.size, _FINISHED_AT))
+        return bool(finished)
 
     @property
     def step(self) -> int | None:
@@ -211,6 +224,41 @@ class LauncherState:
             return None
         is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
         return names if is_list else None
+
+
+# full paths of the directories in which this process, or workers of this launcher, finished a run
+finished_directories: set[str] = set()
+
+
+def report_logged(step: int, values: Mapping[str, float]) -> None:
+    """Send logged values to the launcher, which asks for them with the variable `LOGGED`."""
+    with socket.socket(fileno=os.dup(int(os.environ[LOGGED]))) as sender:
+        sender.send(json.dumps([step, dict(values)]).encode())
+
+
+class LoggedValues:
+    """The launcher's end of `report_logged`, which calls `on_log(step, values)`."""
+
+    def __init__(self, on_log: Callable[[int, dict[str, float]], object]) -> None:
+        self._on_log = on_log
+        # messages are received completely, even from workers that are killed
+        self.file, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable through which workers find it."""
+        return {LOGGED: str(self._sender.fileno())}
+
+    def forward(self) -> None:
+        """Call `on_log` with all values that have arrived."""
+        with suppress(BlockingIOError):
+            while True:
+                data = self.file.recv(_MAX_MODULES, socket.MSG_DONTWAIT)
+                self._on_log(*json.loads(data))
+
+    def close(self) -> None:
+        self.file.close()
+        self._sender.close()
 
 
 @contextmanager

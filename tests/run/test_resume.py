@@ -300,9 +300,9 @@ def test_name_can_be_tracked_once(name):
 def test_object_without_state_cannot_be_tracked():
     with (
         ss.init() as run,
-        pytest.raises(ss.SnapshotError, match=r"'history' must have state_dict .* got list"),
+        pytest.raises(ss.SnapshotError, match=r"'history' must be a dict, .* got set"),
     ):
-        run.track(history=[])
+        run.track(history=set())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_newest_and_the_best_stay(tmp_path_factory, scores, keep_last, keep_
             save(writers, step, {"step": step}, score=score)
             steps = {*stay, step}
             scored = [s for s in steps if scores[s] is not None and not math.isnan(scores[s])]
-            best = sorted(scored, key=lambda s: (scores[s], s), reverse=True)[:keep_best]
+            best = sorted(scored, key=lambda s: (-scores[s], s))[:keep_best]
             stay = {*sorted(steps)[-keep_last:], *best}
             assert steps_in(directory) == sorted(stay)
 

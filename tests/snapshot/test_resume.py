@@ -267,7 +267,7 @@ def test_one_snapshot_is_loaded_by_its_url(old, tmp_path):
 
 
 def test_workers_communicate_while_one_downloads(old, far, tmp_path, monkeypatch):
-    monkeypatch.setattr("samestep.snapshot.resume.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("samestep.comm.together.POLL_SECONDS", 0.001)
 
     def body(world):
         def wait_for_barriers(operation, path):

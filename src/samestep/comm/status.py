@@ -200,7 +200,7 @@ FEWER_STEPS: Final = (
 )
 ONE_WORKER_ONLY: Final = (
     "something that only one worker does, such as a download or an evaluation: "
-    "let all workers do it, or increase timeout"
+    "let all workers do it, use run.once, or increase timeout"
 )
 NETWORK: Final = (
     "all workers made the same call, and the network between them lost data: "

@@ -78,8 +78,15 @@ class WeightedPlan(ShuffledPlan):
             raise DataError(
                 f"weights has {entries} entries for {self.size} samples; pass one weight per sample"
             )
-        self._cumulative = order.cumulative
-        self._digest = array_digest(self._cumulative)
+        self.use_array(order.cumulative)
+
+    @property
+    def array(self) -> NDArray[np.float64]:
+        return self._cumulative
+
+    def use_array(self, array: NDArray[np.float64]) -> None:
+        if len(array) == self.size:  # otherwise the data set has changed, which is reported later
+            self._cumulative, self._digest = array, array_digest(array)
 
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
         draws = uniform(key(self.seed, "weights", epoch), np.arange(start, stop))
@@ -113,11 +120,21 @@ class OrderedPlan(ShuffledPlan):
                     " must get the same indices, so make it a function of the epoch alone, such as"
                     " lambda epoch: numpy.random.default_rng(epoch).permutation(100)"
                 )
+            self._array = None
         else:
-            indices_and_digest = _checked(order, "order", self.size)
+            self._array, _ = indices_and_digest = _checked(order, "order", self.size)
             self._read = lambda _: indices_and_digest
         self._length = len(self._read(0)[0])
         super().__post_init__()
+
+    @property
+    def array(self) -> Indices | None:
+        return self._array
+
+    def use_array(self, array: Indices) -> None:
+        if self._array is not None and array.dtype == np.int64:
+            vars(self).pop("steps_per_epoch", None)  # computed for the other one
+            self.__post_init__(array)
 
     @property
     def samples(self) -> int:

@@ -54,6 +54,14 @@ class Plan(ABC):
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
 
+    @property
+    def array(self) -> NDArray[Any] | None:
+        """The user's array that the order is computed from, None if there is none."""
+        return None
+
+    def use_array(self, array: NDArray[Any]) -> None:  # noqa: B027  most plans have none
+        """Compute the order from another `array`, of the same plan in another process."""
+
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         """Return the values that identify the plan of an epoch."""
         options = asdict(self)

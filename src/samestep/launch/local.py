@@ -23,7 +23,13 @@ from typing import Any
 from samestep.cluster import STARTED_BY, find_process
 from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
 from samestep.errors import ConfigError, LaunchError, WorkerError
-from samestep.handoff import LauncherState, ScriptArguments, open_launcher_state
+from samestep.handoff import (
+    LauncherState,
+    LoggedValues,
+    ScriptArguments,
+    finished_directories,
+    open_launcher_state,
+)
 from samestep.host import (
     SIGNALED,
     no_garbage_collection,
@@ -53,6 +59,7 @@ within the grace period; a second Ctrl-C kills them immediately.
 
 
 MAX_GPUS = 1000  # of a host
+OnLog = Callable[[int, dict[str, float]], object]
 
 
 def preload() -> None:
@@ -76,10 +83,13 @@ def start(
     workers: int,
     options: Mapping[str, Any],
     spec: ClusterSpec | None = None,
+    *,
+    on_log: OnLog | None = None,
 ) -> Any:
     """Launch workers that run `body()`; with a `spec`, as one of several hosts.
 
-    Returns None on hosts without rank 0.
+    Returns None on hosts without rank 0. `on_log(step, values)` is called in this process with what
+    rank 0 logs.
     """
     merge(options, {}, is_complete=False)
     variables = _variables(options)
@@ -115,14 +125,20 @@ def start(
         folder = exits.enter_context(socket_folder())
         launcher = {STARTED_BY: "samestep", **NVML_CHECK}
         launcher.update(terminal_variables())
+        logged = None
+        if on_log is not None:
+            logged = exits.enter_context(closing(LoggedValues(on_log)))
+            launcher.update(logged.environment)
         environment = {**launcher, **folder, **state.environment, **variables}
         signals = StopSignals()
         exits.enter_context(signals.recorded())
         coordinator = client or exits.enter_context(
             closing(LocalCoordinator(workers, config, variables[TOKEN]))
         )
-        job = Job(body, config, environment, state, signals, os.getpid())
+        job = Job(body, config, environment, state, signals, os.getpid(), logged)
         result = Supervisor(job, coordinator).run()
+        if state.directory and state.has_finished:
+            finished_directories.add(state.directory)
     if signals.received:
         _stop_by_signal(signals.received[0])
     return result

@@ -138,6 +138,7 @@ class Supervisor:
                 self._coordinator.report("ready")
                 while (end := self._poll()) is None:
                     pass
+                self._forward_logged()  # what arrived since
             finally:
                 self._close_group()
         if "error" in end:
@@ -157,7 +158,10 @@ class Supervisor:
         """Wait for an event and handle it; return the order that ends the run, if it arrived."""
         state, received = self._job.launcher_state, self._job.signals.received
         group_files = self._group.files if self._group else ()
-        ready = wait([*self._coordinator.files, *group_files, *self._outputs.files()], POLL_SECONDS)
+        log_files = [] if self._job.logged is None else [self._job.logged.file]
+        files = [*self._coordinator.files, *group_files, *log_files, *self._outputs.files()]
+        ready = wait(files, POLL_SECONDS)
+        self._forward_logged()
         self._outputs.forward(ready, state.directory)
         if self._group:
             self._fork_server.prepare()
@@ -172,6 +176,10 @@ class Supervisor:
             self._execute(order)
         self._send_due_signals()
         return None
+
+    def _forward_logged(self) -> None:
+        if self._job.logged is not None:
+            self._job.logged.forward()
 
     def _execute(self, order: Message) -> None:
         now = time.monotonic()

@@ -20,11 +20,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
 from samestep.config import Config
-from samestep.handoff import ATTEMPT, LauncherState
+from samestep.errors import LaunchError
+from samestep.handoff import ATTEMPT, LauncherState, LoggedValues
 from samestep.host import anonymous_file, end_with_parent, no_garbage_collection
 from samestep.launch.attempt import WorkerFailure
 
@@ -207,6 +209,7 @@ class Job:
     launcher_state: LauncherState
     signals: StopSignals
     launcher_pid: int
+    logged: LoggedValues | None = None
 
     def run(
         self,
@@ -273,6 +276,7 @@ class Job:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(attempt.local_workers),
         )
+        _open_input(attempt.workers)
         _prepare_process_groups()
         # what the body draws before `init` is the same in all workers and at every start
         set_generators(key(self.config.seed, "before init"))
@@ -300,6 +304,25 @@ def _first_frame(kept: list[Any]) -> Iterator[None]:
     finally:
         if sys.getprofile() is keep:  # no Python function was called
             sys.setprofile(None)
+
+
+class _NoInput(io.TextIOWrapper):
+    """An empty stdin, which says what to do to whoever asks for a line."""
+
+    def readline(self, _size: int = -1, /) -> str:  # type: ignore[override]
+        """Raise `LaunchError`; at the end of a file, the debugger would quit."""
+        raise LaunchError(
+            "breakpoint() and input() read from stdin, which only a single worker has, from a"
+            f" terminal or a pipe; this is one of {os.environ['WORLD_SIZE']}. Start the script with"
+            " python or samestep run -n 1, in a terminal: its result is the same"
+        )
+
+
+def _open_input(workers: int) -> None:
+    """Give a single worker the launcher's stdin, which multiprocessing has replaced."""
+    null = Path(os.devnull)
+    is_empty = workers > 1 or os.path.samestat(os.fstat(0), null.stat())
+    sys.stdin = _NoInput(null.open("rb")) if is_empty else open(0, closefd=False)  # noqa: SIM115
 
 
 def _exit_within(seconds: float, rank: int, code: int) -> None:

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any, Final, ParamSpec, TypeVar
 
 from samestep.data.batch import Batch, BeginLanes, LaneStream, steps_left, stream_batches
-from samestep.data.plan import Plan, check_end
+from samestep.data.plan import Plan, check_end, check_positive
 from samestep.errors import ConfigError, DataError
 from samestep.run.progress import Position, Progress
 
@@ -18,6 +18,15 @@ END_MISSING: Final = (
     "loop %r trains a second epoch, and samestep cannot know where a resumed run should stop: "
     "for epoch in range(3) would train three more epochs at every start. "
     "Write for epoch in range(run.epoch, 3), or one loop with run.batches(..., epochs=3)"
+)
+
+AFTER_FINISH: Final = (
+    "loop {!r} was begun again after run.finish(), which ends all loops; leave your own loop over"
+    " epochs with break after run.finish(), and when run.finished is true"
+)
+EPOCH_CONTINUES: Final = (
+    "loop %r was left after %d of %d steps of epoch %d, and this pass continues that epoch. If"
+    " every pass should be a new epoch, write run.batches(...).limit(%d) instead of break"
 )
 
 Parameters = ParamSpec("Parameters")
@@ -98,6 +107,8 @@ class Loop:
             self._progress.status.set_activity("loading data")
             batch.load()
             self._progress.end_step()
+            if self._progress.finished:
+                break
         self._progress.end_loop(self._name)
 
     def _complete(self) -> int:
@@ -127,14 +138,42 @@ class PlannedLoop(Loop):
         check_end("epochs", epochs)
         check_end("steps", steps)
         super().__init__(progress, name, begin)
-        self.steps_per_epoch = plan.steps_per_epoch
         self._batches, self._plan = batches, plan
-        self._check_plan()
         self._max_epochs, self._max_steps = epochs, steps
+        self._ends_with_epoch = epochs is None and steps is None
+        if self._ends_with_epoch and self._position.step and name in progress.resumed_orders:
+            # the order that the epoch has begun with, whatever the script computes it from now
+            plan.use_array(progress.resumed_orders[name])
+        self.steps_per_epoch = plan.steps_per_epoch
+        self._check_plan(without="limit")
+
+    def limit(self, steps: int) -> PlannedLoop:
+        """End every epoch of this loop after some steps, and return the loop.
+
+        The epoch uses the samples of its first steps, in an order of its own. Raises `ConfigError`
+        if `steps` is not a whole number of at least 1, and `DataError` if an epoch has begun with
+        another limit.
+
+        Example:
+            >>> len(run.batches(train_set, 32, epochs=3).limit(2))
+            6
+        """
+        check_positive("limit", steps, "of an epoch")
+        self.steps_per_epoch = min(steps, self._plan.steps_per_epoch)
+        return self
 
     def _check_end(self) -> None:
         """Warn once if user code counts epochs from 0 at every start, which trains too many."""
-        progress = self._progress
+        progress, at = self._progress, self._position
+        if progress.finished:
+            if self._name in progress.skipped_loops:
+                raise ConfigError(AFTER_FINISH.format(self._name))
+            progress.skipped_loops.add(self._name)
+        elif self._name in progress.epoch_loops - progress.continued_loops and at.step:
+            progress.continued_loops.add(self._name)
+            advice = (self._name, at.step, self.steps_per_epoch, at.epoch, at.step)
+            if progress.is_main:
+                logging.getLogger("samestep").warning(EPOCH_CONTINUES, *advice)
         if self._name not in progress.epoch_loops:
             progress.epoch_loops.add(self._name)
             progress.reads.discard("step")  # perhaps to do something once per run
@@ -143,13 +182,14 @@ class PlannedLoop(Loop):
             if progress.is_main:
                 logging.getLogger("samestep").warning(END_MISSING, self._name)
 
-    def _check_plan(self) -> None:
+    def _check_plan(self, without: str = "") -> None:
         at = self._position
         if at.step == 0:
             return
         # In the middle of an epoch, the samples that are left depend on what was used before.
-        plan = self._plan.describe(at.epoch)
-        changed = sorted(name for name in {*at.plan, *plan} if at.plan.get(name) != plan.get(name))
+        plan = self._describe(at.epoch)
+        names = {*at.plan, *plan} - {without}
+        changed = sorted(name for name in names if at.plan.get(name) != plan.get(name))
         if changed:
             old, new = (
                 ", ".join(f"{name}={description.get(name)}" for name in changed)
@@ -161,6 +201,11 @@ class PlannedLoop(Loop):
                 "samples would be lost or repeated"
             )
 
+    def _describe(self, epoch: int) -> dict[str, Any]:
+        """Return what must stay the same within an epoch."""
+        plan, limit = self._plan.describe(epoch), self.steps_per_epoch
+        return plan if limit == self._plan.steps_per_epoch else {**plan, "limit": limit}
+
     @property
     def steps(self) -> int:
         """The number of the last step."""
@@ -168,7 +213,9 @@ class PlannedLoop(Loop):
 
     def __len__(self) -> int:
         at, end, ends = self._position, self._max_epochs, []
-        if end is None and self._max_steps is None:
+        if self._progress.finished:
+            return 0
+        if self._ends_with_epoch:
             end = at.epoch + 1
         if end is not None:
             ends.append((end - at.epoch) * self.steps_per_epoch - at.step)
@@ -187,18 +234,24 @@ class PlannedLoop(Loop):
         at = self._position
         if at.step == 0:
             # saved with the position, to compare after a resume
-            at.plan = self._plan.describe(at.epoch)
-        return super()._complete()
+            at.plan = self._describe(at.epoch)
+            self._progress.resumed_orders.pop(self._name, None)
+            if self._ends_with_epoch and (array := self._plan.array) is not None:
+                self._progress.orders[self._name] = array
+        epoch = super()._complete()
+        if at.step == 0:
+            self._progress.orders.pop(self._name, None)
+        return epoch
 
     def __iter__(self) -> Iterator[Batch]:
         self._progress.complete_left_step()
-        ends_with_epoch = self._max_epochs is None and self._max_steps is None
-        if ends_with_epoch:
+        self._check_plan()  # now with its limit
+        if self._ends_with_epoch:
             self._check_end()
         self._progress.begin_loop(
             self._name,
             steps=self.steps,
-            ends_with_epoch=ends_with_epoch,
+            ends_with_epoch=self._ends_with_epoch,
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
             samples=self._plan.samples,
@@ -246,5 +299,5 @@ class StreamLoop(Loop):
 
     def __iter__(self) -> Iterator[Batch]:
         self._progress.complete_left_step()
-        left = steps_left(self.steps, self._position.done)
+        left = 0 if self._progress.finished else steps_left(self.steps, self._position.done)
         return self._run(stream_batches(self._streams, self._lanes, left))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.comm.base import World
+from samestep.comm.together import call_once
 from samestep.errors import DataError, RecordError
+from samestep.handoff import LOGGED, report_logged
 from samestep.metrics import Means
 from samestep.record import Record
 from samestep.run.progress import Progress
@@ -83,6 +86,24 @@ class Collectives:
         divisor = self.world_size if average else 1
         return {name: sum(other[name] for other in dicts) / divisor for name in names}
 
+    def once(self, fn: Callable[[], Any]) -> Any:
+        """Call `fn()` on rank 0 while all others wait, without a time limit; return its result.
+
+        For what is prepared once per run, such as a download or tokenized data. `fn` runs in a
+        thread if there are several workers, and must not use the run.
+
+        Args:
+            fn: Returns a picklable object, which all workers get.
+
+        Raises:
+            WorldError: `fn` failed on rank 0, which raises its exception.
+
+        Example:
+            >>> run.once(lambda: 2 + 2)
+            4
+        """
+        return call_once(self._world, fn, f"waiting for {getattr(fn, '__name__', 'run.once')}")
+
     def barrier(self, what: str) -> None:
         """Wait for all workers; `what` describes the wait in errors, as in "preparing data".
 
@@ -133,6 +154,8 @@ class Recording:
         values, low, high = scalars_of(means or {}, scalars)
         at = self._progress
         self._record.scalars(at.step, at.epoch, values, low, high, between=at.between_steps)
+        if self.is_main and LOGGED in os.environ:
+            report_logged(at.step, values)
 
     def log_image(self, name: str, image: Any) -> None:
         """Record rank 0's image of the current step.

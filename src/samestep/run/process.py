@@ -30,7 +30,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.status import WorkerStatus
 from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
-from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments
+from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments, finished_directories
 from samestep.host import YELLOW, colored, kernel_id, printable
 from samestep.masking import mask, mask_words
 from samestep.record import Record
@@ -241,6 +241,18 @@ def announce(text: str, level: int = logging.INFO) -> None:
             title = colored(title, YELLOW, sys.stderr, is_terminal=reaches_terminal())
         sys.stderr.write(f"{title} {text}\n")
         sys.stderr.flush()
+
+
+def refuse_finished(directory: Path) -> None:
+    """Raise `ConfigError` if this process has finished a run there, such as an earlier fold."""
+    if str(directory.resolve()) in finished_directories:
+        raise ConfigError(
+            f"this process has already finished a run in {directory}, so another one there would"
+            " start with its weights and train nothing; give each fold or trial a directory of its"
+            f' own, as in\n    for fold in range(5):\n        with ss.init(dir=f"{directory}/'
+            '{fold}") as run:\nTo train the finished run longer, pass the path of its last snapshot'
+            " as resume=; to start over, resume='never'; to evaluate it, read_only=True"
+        )
 
 
 def warn_of_late_options() -> None:

@@ -15,7 +15,7 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import ConfigError, DataError, NonFiniteLossError
+from samestep.errors import ConfigError, DataError, NonFiniteLossError, SnapshotError
 from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.process import StopRequest, announce
@@ -26,6 +26,10 @@ from samestep.step.lane_engine import LaneEngine
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
 MOST_SKIPPED: Final = 100  # steps in a row
+TRAINS_ON: Final = (
+    "the run had ended at step {} and trains on; if it should have stopped early, call run.finish()"
+    " before the break"
+)
 # None if unknown
 PLANNED: Final = ("steps", "epochs", "steps_per_epoch", "samples", "batch_size", "ends_with_epoch")
 
@@ -97,6 +101,8 @@ class Progress:
         # state by loop and lane, from which loops continue
         self.resumed_streams: dict[str, dict[int, Any]] = {}
         self.epoch_loops: set[str] = set()  # that end with the current epoch, by name
+        self.skipped_loops: set[str] = set()  # after `run.finish`, by name
+        self.continued_loops: set[str] = set()  # in an epoch that was left by break, by name
         self.reads: set[str] = set()  # the attributes that user code has read outside of steps
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
         self._on_end = on_end
@@ -111,6 +117,11 @@ class Progress:
         # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
+        self.finished = False  # by `run.finish`, perhaps in an earlier start
+        self._has_ended = False  # in an earlier start, at the end of the script
+        self._finish_is_new = False  # and not saved yet
+        self.orders: dict[str, Any] = {}  # what per-epoch loops have begun their epochs with
+        self.resumed_orders: dict[str, Any] = {}
         self._first_step = 0 if resumed is None else resumed.step  # of this start
         if resumed is not None:
             # The loops take their positions from here when the script creates them, by name.
@@ -120,6 +131,10 @@ class Progress:
             self.epoch = state["epoch"]
             self.positions = {name: Position(**at) for name, at in state["positions"].items()}
             self.resumed_streams = resumed.state.get("streams", {})
+            self.finished = state.get("finished", False)
+            self._has_ended = state.get("ended", False)
+            self.orders = dict(state.get("orders", {}))
+            self.resumed_orders = dict(self.orders)
 
     @property
     def between_steps(self) -> bool:
@@ -167,6 +182,10 @@ class Progress:
             # A resumed run may already be at `stop_after`.
             self._divergence.expire()
             self._stop_run()
+        if self._has_ended:
+            self._has_ended = False
+            if self.is_main:
+                announce(TRAINS_ON.format(self.step))
         if self.step == 0 and is_observed():
             self._take_snapshot()  # samestep verify also compares the state before the first step
         self.epoch = batch.epoch
@@ -243,13 +262,31 @@ class Progress:
         if self._current is None or self._current.left:
             self._take_snapshot()
 
+    def finish(self) -> None:
+        """End all loops, now or after the current step, and take a snapshot that says so."""
+        self.finished = self._finish_is_new = True
+        self.snapshot(None)
+
+    def best_snapshot(self, load: Callable[[], Snapshot]) -> Snapshot:
+        """Save the current state, so that what is loaded is not saved as a later one, and load."""
+        self.complete_left_step()
+        if self._current is not None and not self._current.left:
+            raise SnapshotError("run.best_snapshot was called in a step; call it after the loop")
+        self._divergence.expire()
+        self._take_snapshot()
+        self._snapshots.wait()
+        with self.status.doing("loading the best snapshot"):
+            return load()
+
     def end_run(self) -> None:
         """Take the last snapshot and return when it is complete."""
         self._divergence.expire()
         self.complete_left_step()
+        self._has_ended = True
         self._stop.defer(active=True)  # a signal now waits for the last snapshot
         self._take_snapshot()
         self._finish("finished")
+        self._snapshots.in_memory.report_finish()
         if self._stop.signal:  # its status still tells of the signal
             self._stop.exit(self._stop.signal)
 
@@ -356,8 +393,9 @@ class Progress:
 
     def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
-            self._snapshots.save(self.step, *self._states(), self._score)
-        self._requested, self._score = False, None
+            again = self._finish_is_new
+            self._snapshots.save(self.step, *self._states(), self._score, again=again)
+        self._requested, self._score, self._finish_is_new = False, None, False
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the run's state that is equal on all workers, and this worker's own state."""
@@ -367,6 +405,10 @@ class Progress:
             "epoch": self.epoch,
             "lanes": self._lanes.lanes,
             "positions": {name: asdict(position) for name, position in self.positions.items()},
+            "frozen": self._snapshots.tracked.frozen(),  # parameters, by module
+            "finished": self.finished,
+            "ended": self._has_ended,
+            "orders": dict(self.orders),
         }
         streams = {
             name: {lane: stream.state_dict() for lane, stream in lanes.items()}

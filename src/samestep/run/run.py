@@ -17,6 +17,7 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.batch import Batch
+from samestep.data.generators import is_observed
 from samestep.data.lane_loop import LaneSteps, finished
 from samestep.data.loader import plan_batches, size_of
 from samestep.data.orders import Order, make_plan
@@ -29,8 +30,15 @@ from samestep.metrics import Means
 from samestep.run.compilation import reported_compilation
 from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
-from samestep.run.process import plain_settings, reaches_terminal, warn_of_late_options
+from samestep.run.process import (
+    announce,
+    plain_settings,
+    reaches_terminal,
+    refuse_finished,
+    warn_of_late_options,
+)
 from samestep.run.session import Session
+from samestep.snapshot.read import Snapshot
 from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
 from samestep.step.guards import GradientSeal
@@ -59,7 +67,8 @@ def init(*, settings: Any = None, **options: Any) -> Run:
             them. Flags of `samestep run` and `SAMESTEP_*` environment variables override them.
 
     Raises:
-        ConfigError: An option is unknown or its value is invalid.
+        ConfigError: An option is unknown or its value is invalid, or this process has already
+            finished a run in `dir`.
         WorldError: The workers did not find each other within `timeout`.
 
     Example:
@@ -68,6 +77,8 @@ def init(*, settings: Any = None, **options: Any) -> Run:
         rank 0 of 1 with 4 lanes
     """
     config, process = merge(options), find_worker(os.environ)
+    if config.dir is not None and config.resume == "auto" and not config.read_only:
+        refuse_finished(config.dir)
     if process.rank == 0:
         warn_of_late_options()
     return Run(config, process, plain_settings(settings or {}))
@@ -139,6 +150,16 @@ class Run(Collectives, Recording):
             1
         """
         return self._progress.read("epoch")
+
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called, in this or an earlier start of the run.
+
+        Example:
+            >>> run.finished
+            False
+        """
+        return self._progress.finished
 
     def replicate(self, module: Module, *, buffers: Mapping[str, Rule] | None = None) -> Module:
         """Move a module to the worker's devices, with rank 0's values on every worker.
@@ -551,7 +572,10 @@ class Run(Collectives, Recording):
 
         Args:
             **objects: Objects with `state_dict` and `load_state_dict`, with a state of tensors and
-                plain values.
+                plain values, or dicts, lists and tensors, which are changed in place. After a
+                resume, the parameters of a module have the `requires_grad` of the snapshot. An
+                object that the snapshot never had, such as the optimizer of a later stage, starts
+                anew if all others are tracked.
 
         Raises:
             SnapshotError: A name is taken, the snapshot does not fit an object, or a run with
@@ -563,15 +587,20 @@ class Run(Collectives, Recording):
         """
         self._session.check_shared()
         self._session.check_read()
-        for name, item in objects.items():
+        tracked, lines = self._session.snapshots.tracked, list[str]()
+        # Those of the snapshot first: only then it is certain that others are new, not renamed.
+        for name in sorted(objects, key=lambda name: not tracked.is_saved(name)):
+            item = objects[name]
             # saved as slices
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
-            self._session.snapshots.tracked.add(name, item, shard)
+            lines += tracked.add(name, item, shard)
             if isinstance(item, torch.nn.Module):
                 self._lanes.manual.watch(item)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.time_steps(item)
                 self._lanes.track(item, shard)
+        for line in lines if self.is_main and not is_observed() else ():
+            announce(line)
 
     def on_lane_seed(self, fn: Callable[[int], Any]) -> None:
         """Call `fn(seed)` whenever samestep seeds the generators of Python, NumPy and torch.
@@ -594,7 +623,8 @@ class Run(Collectives, Recording):
         """Take a snapshot of the tracked objects, in a loop at the end of the current step.
 
         Args:
-            score: Snapshots with the highest scores are kept (`keep_best`).
+            score: Snapshots with the highest scores are kept (`keep_best`), and of equal scores
+                the earliest. If lower is better, negate it.
 
         Raises:
             SnapshotError: An earlier snapshot could not be written.
@@ -603,6 +633,44 @@ class Run(Collectives, Recording):
             >>> run.snapshot(score=0.93)
         """
         self._progress.snapshot(score)
+
+    def best_snapshot(self) -> Snapshot:
+        """Return the snapshot with the highest score, and of equal scores the earliest.
+
+        Call it on all workers, outside of loops, for example to evaluate or export the best model.
+        The current state is saved first: what you load from the best one is not saved in its place.
+
+        Returns:
+            The snapshot, as `read_snapshot` returns it, with the states of objects in `state`.
+
+        Raises:
+            SnapshotError: No snapshot in `dir` or `remote` has a score, or it cannot be read.
+            ConfigError: The run has no `dir`, or `keep_best` is 0.
+
+        Example:
+            >>> run.track(model=model)
+            >>> run.snapshot(score=0.93)
+            >>> best = run.best_snapshot()
+            >>> _ = model.load_state_dict(best.state["model"])
+            >>> best.step, best.score
+            (0, 0.93)
+        """
+        return self._progress.best_snapshot(self._session.load_best)
+
+    def finish(self) -> None:
+        """End the run's loops, as if they were complete, now and at every later start.
+
+        Call it on all workers, for example to stop early, and leave your own loop over epochs with
+        `break`. In a loop, the current step is the last one. A snapshot saves this.
+
+        Example:
+            >>> for batch in run.batches(train_set, 32, epochs=10):
+            ...     if run.step == 1:
+            ...         run.finish()
+            >>> run.step, run.finished
+            (2, True)
+        """
+        self._progress.finish()
 
     def __enter__(self) -> Self:
         return self

@@ -55,7 +55,14 @@ from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.owner import Owner, store
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
-from samestep.snapshot.resume import Downloads, find_owner, last_own_step, load_from, load_newest
+from samestep.snapshot.resume import (
+    Downloads,
+    find_owner,
+    last_own_step,
+    load_best,
+    load_from,
+    load_newest,
+)
 from samestep.step.deterministic import replaced_kernels
 from samestep.step.lane_engine import LaneEngine
 
@@ -143,6 +150,9 @@ class Session:
         if self._owner is not None and resumed is not None:
             self._owner = self._note_origin(self._owner, resumed)
         self._has_resumed = resumed is not None
+        if resumed is not None and config.resume != "auto" and not has_begun:
+            # Whoever names a snapshot wants to train on, even if the run had finished.
+            resumed.state["run"].update(finished=False, ended=False)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
         # in the names of data files, so that no start overwrites those of another one
@@ -184,7 +194,8 @@ class Session:
         """Return what counts steps, with the snapshots, checks and signals that it acts on."""
         world = self.world
         # `samestep verify` compares snapshots itself
-        tracked, every = Tracked(resumed), None if is_observed() else config.check_every
+        tracked = Tracked(resumed, read_only=config.read_only)
+        every = None if is_observed() else config.check_every
         self.divergence = DivergenceCheck(every, world, tracked, modules)
         self.snapshots = SnapshotManager(
             config,
@@ -458,6 +469,16 @@ class Session:
             record = open_record(self.config.dir, writes=True)
             record.event(event, step=self.progress.step, **fields)
             record.close()
+
+    def load_best(self) -> Snapshot:
+        """Load the snapshot with the highest score; collective. Errors are those of the caller."""
+        source = self._source
+        if source.dir is None or source.keep_best < 1:
+            raise ConfigError(
+                "run.best_snapshot requires dir and a keep_best of at least 1, got"
+                f" dir={source.dir} and keep_best={source.keep_best}"
+            )
+        return load_best(source.dir, source.remote, self.world, self.record.event)
 
     def check_read(self) -> None:
         """Raise `SnapshotError` in a run that only reads, if there was nothing to read."""

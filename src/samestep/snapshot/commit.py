@@ -297,16 +297,22 @@ def choose(
     """Return which snapshots stay, and the step before which all others may be removed.
 
     `scores` has the snapshots that seem complete; `is_complete` is called until enough are found.
+    Of equal scores, the earliest is the best.
     """
     steps = {path: step_of(path) or 0 for path in scores}
-    scored = [
-        (score, steps[path], path)
-        for path, score in scores.items()
-        if score is not None and not math.isnan(score)
-    ]
     by_step = sorted(steps, key=steps.__getitem__, reverse=True)
-    by_score = [path for _, _, path in sorted(scored, reverse=True)]
+    by_score = rank_scores(scores)
     newest = list(islice(filter(is_complete, by_step), keep_last))
     best = islice(filter(is_complete, by_score), keep_best)
     # with too few complete ones, no age is old enough for the others to be removed
     return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0
+
+
+def rank_scores(scores: Mapping[Path, float | None]) -> list[Path]:
+    """Return the snapshots that have a score, the best and of equal ones the earliest first."""
+    ranked = [
+        (-score, step_of(path) or 0, path)
+        for path, score in scores.items()
+        if score is not None and not math.isnan(score)
+    ]
+    return [path for _, _, path in sorted(ranked)]

@@ -30,7 +30,7 @@ import torch
 from samestep.cluster import ProcessInfo
 from samestep.comm.base import World
 from samestep.errors import SnapshotError
-from samestep.handoff import SLOTS, LauncherState
+from samestep.handoff import SLOTS, LauncherState, finished_directories
 from samestep.host import available_bytes
 from samestep.snapshot import memory_slot
 from samestep.snapshot.commit import combine
@@ -146,6 +146,13 @@ class InMemorySnapshots:
         if not self._modules_reported:
             self._modules_reported = True
             self._launcher_state.report_modules()
+
+    def report_finish(self) -> None:
+        """Report to the launcher, and to later runs in this process, that the run has finished."""
+        if self._directory:
+            finished_directories.add(self._directory)
+        if self._launcher_state is not None:
+            self._launcher_state.report_finish()
 
     def give_up(self) -> None:
         """Make no more snapshots: this worker's part of them would be missing."""

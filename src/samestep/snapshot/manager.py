@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,14 @@ from samestep.step.shard import Shard, load_optimizer
 
 RESERVED = ("run", "streams")
 TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
+SHOWN = 3  # names in a line
+GROWTH: dict[type, str] = {  # what to do about objects that had another size at that step
+    torch.nn.Module: ". If the model grew during the run, such as a head for new classes, make a"
+    " new module for each size, and track it under a name of its own when it begins to train",
+    torch.optim.Optimizer: ". If a parameter group was added during the run, give the optimizer all"
+    " groups before run.track, and keep parameters that train later frozen with"
+    " requires_grad_(False): snapshots save it",
+}
 
 
 @runtime_checkable
@@ -39,52 +48,124 @@ class Stateful(Protocol):
         """Load a state that `state_dict` returned."""
 
 
+class TrackedValue:
+    """A dict, list or tensor of a script, which is restored in place."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> Any:
+        return self._value
+
+    def load_state_dict(self, state: Any) -> None:
+        """Raise `ValueError` for a value of another type or a tensor of another shape."""
+        value, state = self._value, deepcopy(state)  # not in the memory that workers share
+        same_type = type(state) is type(value)
+        if not same_type or (isinstance(value, torch.Tensor) and value.shape != state.shape):
+            raise ValueError(f"it must be {_kind(state)}, as in the snapshot, got {_kind(value)}")
+        if isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(state)
+        elif isinstance(value, dict):
+            value.clear()
+            value.update(state)
+        else:
+            value[:] = state
+
+
+def as_stateful(name: str, item: Any) -> Stateful:
+    """Return an object with `state_dict` and `load_state_dict`; raise `SnapshotError` for others.
+
+    Numbers and texts are refused: a script cannot be given another one in their place.
+    """
+    if isinstance(item, Stateful):
+        return item
+    if type(item) in {dict, list, torch.Tensor}:
+        return TrackedValue(item)
+    advice = ""
+    if isinstance(item, (bool, int, float, str, tuple)) or item is None:
+        advice = f"; keep it in a dict, such as state = {{{name!r}: {item!r:.40}}}, and track that"
+    raise SnapshotError(
+        f"{name!r} must be a dict, a list, a tensor or have state_dict and load_state_dict, got"
+        f" {type(item).__name__}{advice}"
+    )
+
+
+def _kind(value: Any) -> str:
+    shape = f" {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
+
+
 class Tracked:
     """The tracked objects by name; restores each from the snapshot that the run resumes from."""
 
-    def __init__(self, snapshot: Snapshot | None) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot | None, *, read_only: bool = False) -> None:
+        self._snapshot, self._read_only = snapshot, read_only
         self._objects: dict[str, Stateful] = {}
 
     def __bool__(self) -> bool:
         return bool(self._objects)
 
-    def add(self, name: str, item: Any, shard: Shard | None) -> None:
+    def is_saved(self, name: str) -> bool:
+        """Return whether the snapshot has an object of this name that is not restored yet."""
+        return self._snapshot is not None and name in self._snapshot.state
+
+    def add(self, name: str, item: Any, shard: Shard | None) -> list[str]:
         """Track and restore `item`, through `shard` if it is a sharded optimizer.
 
-        Raises `SnapshotError` if the name is taken, or if the object or the snapshot does not fit.
+        Returns lines about what starts anew or has another `requires_grad`. Raises `SnapshotError`
+        if the name is taken, or if the object or the snapshot does not fit.
         """
         if name in RESERVED or name in self._objects:
             raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
-        if not isinstance(item, Stateful):
-            raise SnapshotError(
-                f"{name!r} must have state_dict and load_state_dict, got {type(item).__name__}"
-            )
         # a `Shard` saves and loads this worker's slices only
-        tracked = self._objects[name] = item if shard is None else shard
-        if self._snapshot is None:
-            return
-        if name not in self._snapshot.state:
+        stateful = as_stateful(name, item) if shard is None else shard
+        snapshot, lines = self._snapshot, list[str]()
+        if snapshot is not None and not self.is_saved(name):
+            lines.append(self._begin_anew(name, snapshot))
+            snapshot = None
+        self._objects[name] = stateful
+        if snapshot is not None:
+            self._restore(name, item, stateful, snapshot)
+            lines += [] if self._read_only else _thaw(name, item, snapshot)
+        return lines
+
+    def _begin_anew(self, name: str, snapshot: Snapshot) -> str:
+        """Return a line about an object that the snapshot never knew, such as of a later stage."""
+        if (untracked := self.untracked()) or self._read_only:
+            names = untracked or ", ".join(sorted(self._objects))
             raise SnapshotError(
-                f"the snapshot of step {self._snapshot.step} holds {self.untracked()}, but no "
-                f"{name!r}: track the same names as the run that wrote it, or start a new run with "
-                "resume='never' and another dir"
+                f"the snapshot of step {snapshot.step} holds {names}, but no {name!r}: track the "
+                "same names as the run that wrote it (an object that is new, after all others), or "
+                "start a new run with resume='never' and another dir"
             )
+        return f"{name} is not in the snapshot of step {snapshot.step}, so it starts anew"
+
+    def _restore(self, name: str, item: Any, tracked: Stateful, snapshot: Snapshot) -> None:
         try:
-            state = self._snapshot.state.pop(name)  # its memory is freed as soon as possible
+            state = snapshot.state.pop(name)  # its memory is freed as soon as possible
             if isinstance(tracked, torch.optim.Optimizer):
                 # Torch's optimizers keep the tensors that they load, unlike modules, which copy
                 # them.
                 load_optimizer(tracked, state)
-                if self._snapshot.shared:
+                if snapshot.shared:
                     _free_shared(tracked, state)
             else:
                 tracked.load_state_dict(state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            advice = "".join(GROWTH[kind] for kind in GROWTH if isinstance(item, kind))
             raise SnapshotError(
-                f"the snapshot of step {self._snapshot.step} does not fit {name!r} "
-                f"({type(item).__name__}): {error}"
+                f"the snapshot of step {snapshot.step} does not fit {name!r} "
+                f"({type(item).__name__}): {error}{advice}"
             ) from error
+
+    def frozen(self) -> dict[str, list[str]]:
+        """Return the names of parameters that do not require gradients, by module."""
+        return {
+            name: [inner for inner, p in item.named_parameters() if not p.requires_grad]
+            for name, item in self._objects.items()
+            if isinstance(item, torch.nn.Module)
+        }
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states that are equal on all workers, and those that are sharded."""
@@ -98,6 +179,22 @@ class Tracked:
         """Return the names of objects in the snapshot that are not tracked yet, as a list."""
         state = {} if self._snapshot is None else self._snapshot.state
         return ", ".join(sorted(state.keys() - set(RESERVED)))
+
+
+def _thaw(name: str, item: Any, snapshot: Snapshot) -> list[str]:
+    """Give parameters the `requires_grad` of the snapshot; return a line if it differed."""
+    frozen = snapshot.state["run"].get("frozen", {}).get(name)
+    if frozen is None or not isinstance(item, torch.nn.Module):
+        return []  # a snapshot of an earlier version
+    changed = []
+    for inner, parameter in item.named_parameters():
+        if parameter.requires_grad is (inner in frozen):
+            parameter.requires_grad_(inner not in frozen)
+            changed.append(f"{inner} {'trains' if parameter.requires_grad else 'is frozen'}")
+    if not changed:
+        return []
+    more = f" and {len(changed) - SHOWN} more" * (len(changed) > SHOWN)
+    return [f"requires_grad in {name} is that of the snapshot: {', '.join(changed[:SHOWN])}{more}"]
 
 
 def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -211,14 +308,23 @@ class SnapshotManager:
                 self._writer.prepare(*self.tracked.states())
         return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
 
-    def save(self, step: int, shared: States, own_states: States, score: float | None) -> None:
+    def save(
+        self,
+        step: int,
+        shared: States,
+        own_states: States,
+        score: float | None,
+        *,
+        again: bool = False,
+    ) -> None:
         """Copy the states of tracked objects and of the run; write files in the background.
 
-        `shared` and `own_states` are the run's states, as for `SnapshotWriter.save`.
+        `shared` and `own_states` are the run's states, as for `SnapshotWriter.save`. A step is
+        saved once, unless there is a score, or `again`.
         """
         if self._writer is None or not self.tracked:
             return
-        if step == self._saved_step and score is None:  # such as at the end of a run
+        if step == self._saved_step and score is None and not again:  # as at the end of a run
             return
         # The new snapshot would replace the old one, and lose the state of an object that was not
         # restored.
@@ -298,6 +404,11 @@ class SnapshotManager:
             "environment": self._environment,
             **({"run": self._owner.label} if self._owner is not None else {}),
         }
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is committed. Raises `SnapshotError` if that failed."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def finish(self) -> None:
         """Wait until the last snapshot is committed, and the hooks are done.

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from samestep.comm.base import World
+from samestep.comm.together import call_once, run_together
 from samestep.config import Config, is_url
 from samestep.errors import ConfigError, SamestepError, SnapshotError
+from samestep.snapshot.commit import rank_scores
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.owner import Owner, RemoteOwner, begin, names_remote
-from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
+from samestep.snapshot.read import Snapshot, inspect, list_snapshots, load_together, step_of
 from samestep.snapshot.remote import RemoteDirectory, superseded
 from samestep.storage import StorageError
-
-POLL_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,27 @@ class Downloads:
                 raise SnapshotError(faults[0])
         return load_together(self._directory / name, self._world)
 
+    def scores(self, names: list[str]) -> dict[str, float | None]:
+        """Return the scores of those snapshots that are complete, as rank 0 reads them."""
+
+        def read() -> list[str]:
+            scores = {}
+            for name in names:
+                try:
+                    scores[name] = self._remote.inspect(name).score
+                except StorageError:  # it says nothing about the snapshot
+                    raise
+                except SnapshotError:
+                    continue
+            return [json.dumps(scores)]
+
+        job = read if self._world.rank == 0 else None
+        result = self._run_together(job, "comparing remote snapshots")[0]
+        if result.fault:
+            raise SnapshotError(result.fault)
+        scores: dict[str, float | None] = json.loads(result.names[0])
+        return scores
+
     def raise_if_unanswered(self) -> None:
         """Raise `SnapshotError` if the storage failed to list or send a snapshot."""
         if self._unanswered:
@@ -100,27 +120,12 @@ class Downloads:
             )
 
     def _run_together(self, job: Callable[[], list[str]] | None, what: str) -> list[_Result]:
-        results = run_together(self._world, job, what)
+        """Run the workers' jobs and return the results by rank."""
+        gathered = run_together(self._world, lambda: asdict(_run(job)), what)
+        results = [_Result(**fields) for fields in gathered]
         unanswered = (result.fault for result in results if result.unanswered)
         self._unanswered = next(unanswered, self._unanswered)
         return results
-
-
-def run_together(world: World, job: Callable[[], list[str]] | None, what: str) -> list[_Result]:
-    """Run the workers' jobs and return the results by rank.
-
-    All workers communicate every second, so that no exchange times out during a long job.
-    """
-    future: Future[_Result] = Future()
-    work = threading.Thread(target=lambda: future.set_result(_run(job)), name=what, daemon=True)
-    work.start()
-    # A worker whose job is done keeps answering until all are done.
-    gathered: list[Any] = [None]
-    while None in gathered:
-        wait([future], POLL_SECONDS)
-        result = asdict(future.result()) if future.done() else None
-        gathered = world.all_gather_json(result, what)
-    return [_Result(**fields) for fields in gathered]
 
 
 def _run(job: Callable[[], list[str]] | None) -> _Result:
@@ -152,29 +157,54 @@ def find_owner(
 ) -> tuple[Owner | None, RemoteOwner | None]:
     """Return the run in a directory, and on rank 0 its entry at the remote; collective.
 
-    `program` describes rank 0's program. Raises the errors of `begin`, on rank 0.
+    `program` describes rank 0's program. Raises the errors of `begin` on rank 0,
+    and `WorldError` on others.
     """
     directory = config.dir
     if directory is None:
         return None, None
     results: list[tuple[Owner, RemoteOwner | None]] = []
-    errors: list[BaseException] = []
 
-    def begin_run() -> list[str]:
-        try:
-            digest = hashlib.sha256(json.dumps(program, sort_keys=True).encode()).hexdigest()[:16]
-            results.append(begin(directory, config, digest, has_begun=has_begun))
-        except BaseException as error:  # noqa: BLE001  raised below, in the main thread
-            errors.append(error)
-        return []
+    def begin_run() -> dict[str, Any]:
+        digest = hashlib.sha256(json.dumps(program, sort_keys=True).encode()).hexdigest()[:16]
+        results.append(begin(directory, config, digest, has_begun=has_begun))
+        return asdict(results[0][0])
 
     # the remote may not respond for a while
-    run_together(world, begin_run if world.rank == 0 else None, "looking for the run")
-    if errors:
-        raise errors[0]
-    owner, remote = results[0] if results else (None, None)
-    fields = world.broadcast_json(None if owner is None else asdict(owner), "looking for the run")
-    return owner or Owner.from_json(fields), remote
+    owner = Owner.from_json(call_once(world, begin_run, "looking for the run"))
+    return owner, results[0][1] if results else None
+
+
+def load_best(
+    directory: Path, url: str | None, world: World, report: Callable[..., object]
+) -> Snapshot:
+    """Load the snapshot with the highest score in a run's directory or remote storage; collective.
+
+    Of equal scores, the earliest is the best. Raises `SnapshotError` if none has a score, or if the
+    best one cannot be loaded.
+    """
+    downloads, remote = None, dict[str, float | None]()
+    if url is not None:
+        downloads = Downloads(url, directory, world)
+        remote = downloads.scores(downloads.names(report))
+        downloads.raise_if_unanswered()
+    scores: dict[Path, float | None] = {Path(name): score for name, score in remote.items()}
+    for path in list_snapshots(directory) if world.rank == 0 else ():
+        with suppress(SnapshotError):
+            scores[Path(path.name)] = inspect(path).score
+    # rank 0's view: another host's listing may be older
+    best: str | None = next(map(str, rank_scores(scores)), None)
+    best = world.broadcast_json(best, "choosing the best snapshot")
+    if best is None:
+        raise SnapshotError(
+            f"no snapshot in {directory} has a score; call run.snapshot(score=...) in the training"
+        )
+    is_local = world.broadcast_json(
+        (directory / best / NAME).exists(), "choosing the best snapshot"
+    )
+    if is_local or downloads is None:
+        return load_together(directory / best, world)
+    return downloads.load(best)
 
 
 @dataclass(frozen=True)
