@@ -7,6 +7,7 @@ global generator, which samestep seeds for each lane batch.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from faster_coco_eval import COCO
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.detect.coco import AnnotationError, read_annotations
 from recipes.detect.config import DataSettings
+from recipes.file_check import FileCheck, describe_counts
+from recipes.image_files import Facts, listed_path, printable, read_image
 from recipes.settings import SettingsError
 
 Entry = dict[str, Any]  # of an image in an annotation file: id, file_name, width, height
@@ -53,8 +57,11 @@ class Split(NamedTuple):
     val: CocoImages
 
 
-def open_images(settings: DataSettings) -> Split:
-    """Open a data set. Raises `SettingsError`, and `AnnotationError` for an invalid file."""
+def open_images(settings: DataSettings, check: FileCheck | None = None) -> Split:
+    """Open a data set. Raises `SettingsError`, and `AnnotationError` for an invalid file.
+
+    `check` reports on image files, and leaves out those that are not used.
+    """
     parts = []
     paths_by_part = {
         "train": (settings.train_annotations, settings.train_images),
@@ -74,7 +81,19 @@ def open_images(settings: DataSettings) -> Split:
     train, val = parts
     if train.names != val.names:
         raise AnnotationError(f"{val.file} must have the same categories as {train.file}")
+    leave_out({"train": train, "val": val}, check or FileCheck(settings))
     return Split(train, val)
+
+
+def leave_out(parts: dict[str, CocoImages], check: FileCheck) -> None:
+    """Check the image files of all parts, leave out unusable ones, and print what is left."""
+    files = {part: images.paths for part, images in parts.items()}
+    usable = check.usable(files, fault_of=lambda part, *image: parts[part].fault_of(*image))
+    for part, images in parts.items():
+        if not usable[part]:
+            raise SettingsError(f"{part}: no images are left")
+        images.keep(usable[part])
+        check.say(f"{part}: {images.describe()}")
 
 
 class CocoImages(Dataset[Sample]):
@@ -93,6 +112,7 @@ class CocoImages(Dataset[Sample]):
             number: category["name"] for number, category in sorted(self.truth.cats.items())
         }
         self._labels = {number: label for label, number in enumerate(self.names)}
+        self.paths = [listed_path(folder, entry["file_name"]) for entry in self.entries]
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -121,19 +141,41 @@ class CocoImages(Dataset[Sample]):
 
     def read(self, index: int) -> Image.Image:
         """Read an image file as RGB."""
-        entry = self.entries[index]
-        path = self.folder / entry["file_name"]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise AnnotationError(f"{path} cannot be read as an image: {error}") from error
-        if image.size != (entry["width"], entry["height"]):
-            expected = f"{entry['width']} x {entry['height']} pixels as in {self.file}"
-            raise AnnotationError(
-                f"{path}: expected {expected}, got {image.width} x {image.height}"
-            )
+        image = read_image(self.paths[index], "RGB", self.settings)
+        if fault := self._wrong_size(index, image.width, image.height):
+            raise AnnotationError(fault)
         return image
+
+    def fault_of(self, index: int, facts: Facts) -> str | None:
+        """Return what is wrong with a file that can be read, if anything."""
+        fault = self._wrong_size(index, facts.width, facts.height)
+        if fault and facts.turned and not self._wrong_size(index, facts.height, facts.width):
+            hint = "annotations must be in the coordinates of the image as it is displayed"
+            return f"{fault}, as its EXIF orientation turns it; {hint}"
+        return fault
+
+    def _wrong_size(self, index: int, width: int, height: int) -> str | None:
+        entry = self.entries[index]
+        if (width, height) == (entry["width"], entry["height"]):
+            return None
+        expected = f"{entry['width']} x {entry['height']} pixels as in {self.file}"
+        return f"{printable(self.paths[index])}: expected {expected}, got {width} x {height}"
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Keep only images with these indices, and their objects."""
+        if len(indices) == len(self.entries):
+            return
+        self.paths = [self.paths[index] for index in indices]
+        self.entries = [self.entries[index] for index in indices]
+        ids, content = {entry["id"] for entry in self.entries}, self.truth.dataset
+        objects = [entry for entry in content["annotations"] if entry["image_id"] in ids]
+        self.truth = COCO({**content, "images": self.entries, "annotations": objects})
+
+    def describe(self) -> str:
+        """Return the number of images and of each category's objects."""
+        counts = Counter(entry["category_id"] for entry in self.truth.dataset["annotations"])
+        objects = describe_counts({name: counts[number] for number, name in self.names.items()})
+        return f"{len(self)} images, {counts.total()} objects: {objects}"
 
     def groups(self) -> list[bool]:
         """Return for each image whether it is wide; the images of a lane batch share this."""

@@ -27,6 +27,7 @@ from recipes.detect.model import Detector
 from recipes.detect.optimizer import describe, make_optimizer, make_schedule, make_scheduler
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
+from recipes.file_check import FileCheck
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    images = open_images(settings.data)
+    images = open_images(settings.data, FileCheck(settings.data, flags.dir, say=print))
     model = Detector(settings.model, classes=len(images.train.names)).to(device())
     if not flags.eval:
         return train(flags.dir, settings, model, images)

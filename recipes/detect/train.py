@@ -20,6 +20,7 @@ from recipes.detect.model import Detector
 from recipes.detect.optimizer import describe, make_optimizer, make_schedule, make_scheduler
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
+from recipes.file_check import FileCheck
 from recipes.progress import Progress
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         precision=settings.precision,
         settings=settings,
     ) as run:
-        images = open_images(settings.data)
+        images = open_images(settings.data, FileCheck(settings.data, flags.dir, run))
         model = run.replicate(Detector(settings.model, classes=len(images.train.names)))
         if not flags.eval:
             return train(run, settings, model, images)

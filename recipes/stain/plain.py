@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from recipes.file_check import FileCheck
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, run_script, write_settings
 from recipes.stain.config import Settings, read_arguments
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    strips = open_strips(settings)
+    strips = open_strips(settings, FileCheck(settings.data, flags.dir, say=print))
     networks = Networks(settings).to(device())
     return train(flags, settings, networks, strips)
 

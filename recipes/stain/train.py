@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import samestep as ss
+from recipes.file_check import FileCheck
 from recipes.progress import Progress
 from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.stain.config import Settings, read_arguments
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     ) as run:
         if flags.resume and run.step == 0:  # no snapshot was found
             raise SettingsError(f"--continue needs a snapshot, and {flags.dir} has none")
-        strips = open_strips(settings)
+        strips = open_strips(settings, FileCheck(settings.data, flags.dir, run))
         networks = run.replicate(Networks(settings))
         return train(run, settings, networks, strips)
 
