@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{fault.part}: {fault.text}")
         if flags.write is not None:
             flags.write.write_bytes(check.list_of_faults())
-    print(f"{len(check.faults)} files cannot be used")
+    print(f"files that cannot be used: {len(check.faults)}")
     if check.faults:
         raise SystemExit(1)
 

@@ -260,7 +260,8 @@ class FileCheck:
                     f"{part}: more than {limit} of the files are broken: "
                     + self._message(self.faults)
                 )
-            self.say(f"{part}: left out {count} broken files, first: {self._first(part)}")
+            total = len(self._files[part])
+            self.say(f"{part}: left out {count} of {total} files, first: {self._first(part)}")
 
     def _record_left_out(self) -> None:
         if self.directory is None or not self.is_writing:
@@ -330,7 +331,7 @@ class FileCheck:
         for parts, copies in groups.items():
             first = " and ".join(printable(paths[number]) for number in copies[0][:2])
             count = sum(len(numbers) - 1 for numbers in copies)
-            self.say(f"{parts}: {count} files have the same content as another, first: {first}")
+            self.say(f"{parts}: files with the content of another: {count}, first: {first}")
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:

@@ -116,17 +116,14 @@ def find_images(folder: Path) -> Listing:
         elif ending in ENDINGS:
             listing.files.append(path)
         else:
-            listing.ignored[ending or "no ending"] += 1
+            listing.ignored[f"*{ending}" if ending else "without an ending"] += 1
     return listing
 
 
 def describe_ignored(ignored: Counter[str]) -> str:
     """Return what was ignored as the end of a line, empty for nothing."""
-    kinds = (
-        f"{count} {'hidden' if kind == 'hidden' else f'({kind})'}"
-        for kind, count in sorted(ignored.items())
-    )
-    return f"; ignored, as no image: {', '.join(kinds)}" if ignored else ""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(ignored.items()) if count)
+    return f"; ignored: {kinds}" if kinds else ""
 
 
 def composed(name: str) -> str:

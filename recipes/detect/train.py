@@ -86,6 +86,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         scheduler.step()
 
         if progress.is_due(settings.evaluate_every):
+            run.snapshot(now=True)  # before the evaluation, which may fail
             scores = evaluate(run, settings, model, images, run.dir)
             run.log(**scores)
             run.snapshot(score=scores["mask_ap"])

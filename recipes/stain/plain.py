@@ -21,7 +21,14 @@ from recipes.settings import SettingsError, run_script, write_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, Strips, open_strips
 from recipes.stain.model import Networks
-from recipes.stain.training import Losses, end_epoch, make_optimizers, make_schedulers, tracked
+from recipes.stain.training import (
+    Losses,
+    end_epoch,
+    end_evaluation,
+    make_optimizers,
+    make_schedulers,
+    tracked,
+)
 from recipes.stain.validation import Scores, dice_scores, shown
 
 
@@ -74,14 +81,12 @@ def train(
             progress.set_postfix(shown_losses, refresh=False)
             progress.update()
 
-        evaluated = epoch % settings.evaluate_every == 0 or epoch == settings.epochs
-        if evaluated:
+        end_epoch(schedulers.values())
+        if epoch % settings.evaluate_every == 0 or epoch == settings.epochs:
             scores = evaluate(settings, networks.generators, strips.val)
-            progress.write(f"epoch {epoch}: {shown(scores)}")
-        for scheduler in schedulers.values():
-            end_epoch(scheduler, scores["l1"] if evaluated else None)
-        if evaluated:
+            end_evaluation(schedulers.values(), scores["l1"])
             save_checkpoint(flags.dir, epoch, **objects)
+            progress.write(f"epoch {epoch}: {shown(scores)}")
     progress.close()
     # a finished run has no steps left
     return scores or evaluate(settings, networks.generators, strips.val)

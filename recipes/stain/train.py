@@ -15,7 +15,14 @@ from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, open_strips
 from recipes.stain.model import Networks
-from recipes.stain.training import Losses, end_epoch, make_optimizers, make_schedulers, tracked
+from recipes.stain.training import (
+    Losses,
+    end_epoch,
+    end_evaluation,
+    make_optimizers,
+    make_schedulers,
+    tracked,
+)
 from recipes.stain.validation import evaluate, log_sheets, shown
 
 
@@ -77,17 +84,16 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
             {"discriminators": judged["loss"], "generators": made["loss"]}, sum(batch.counts)
         )
 
-        evaluated = progress.is_due(settings.evaluate_every * loop.steps_per_epoch)
-        if evaluated:
+        if loop.step % loop.steps_per_epoch == 0:
+            end_epoch(schedulers.values())
+        if progress.is_due(settings.evaluate_every * loop.steps_per_epoch):
+            run.snapshot(now=True)  # before the evaluation, which may fail
             scores = evaluate(run, settings, networks.generators, strips.val)
             run.log(scores)
             log_sheets(run, settings, networks.generators, strips.val)
-            # taken at the end of the step, so it includes the schedulers' steps below
+            end_evaluation(schedulers.values(), scores["l1"])
             run.snapshot(score=-scores["l1"])
             progress.print(f"epoch {loop.step // loop.steps_per_epoch}: {shown(scores)}")
-        if loop.step % loop.steps_per_epoch == 0:
-            for scheduler in schedulers.values():
-                end_epoch(scheduler, scores["l1"] if evaluated else None)
     progress.close()
     # a finished run has no steps left
     return scores or evaluate(run, settings, networks.generators, strips.val)

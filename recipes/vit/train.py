@@ -97,6 +97,7 @@ def train(
         scheduler.step()
 
         if progress.is_due(settings.evaluate_every * loop.steps_per_epoch):
+            run.snapshot(now=True)  # before the evaluation, which may fail
             scores = evaluate(run, settings, models, images)
             run.log(**scores)
             log_mistakes(run, settings, model, images)

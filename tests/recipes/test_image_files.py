@@ -188,7 +188,7 @@ def test_files_of_other_programs_are_ignored(tmp_path):
     listing = find_images(tmp_path)
     assert [path.name for path in listing.files] == ["a.PNG", "b.bmp", "c.gif", "d.tif"]
     assert list(listing.folders) == ["cat"]
-    assert listing.ignored == {"hidden": 4, ".db": 1, "no ending": 1}
+    assert listing.ignored == {"hidden": 4, "*.db": 1, "without an ending": 1}
 
 
 def test_names_differ_only_in_their_unicode_form(tmp_path):
@@ -206,7 +206,7 @@ def test_names_that_are_not_utf8_are_refused(tmp_path):
     save(path, GRAY.astype(np.uint8))
     fault = inspect(path, PLAIN, full=False).fault
     assert fault == f"{tmp_path}/\\xe9.png: expected a name in UTF-8; rename the file"
-    os.mkdir(os.fsencode(tmp_path) + b"/\xe9")
+    (tmp_path / os.fsdecode(b"\xe9")).mkdir()
     with pytest.raises(ImageError, match=r"\\xe9: expected a name in UTF-8; rename the folder"):
         find_images(tmp_path)
 

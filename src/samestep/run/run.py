@@ -536,11 +536,14 @@ class Run(Collectives, Recording):
         """
         self._session.call_at_close(add_seeder(fn))
 
-    def snapshot(self, *, score: float | None = None) -> None:
+    def snapshot(self, *, score: float | None = None, now: bool = False) -> None:
         """Take a snapshot of the tracked objects, in a loop at the end of the current step.
 
         Args:
             score: Snapshots with the highest scores are kept (`keep_best`).
+            now: Whether to take it immediately in a loop, too, and wait until it is on disk. Call
+                it after the last change of the step to a tracked object, before work that may
+                fail, such as an evaluation.
 
         Raises:
             SnapshotError: An earlier snapshot could not be written.
@@ -548,7 +551,7 @@ class Run(Collectives, Recording):
         Example:
             >>> run.snapshot(score=0.93)
         """
-        self._progress.snapshot(score)
+        self._progress.snapshot(score, now=now)
 
     def __enter__(self) -> Self:
         return self

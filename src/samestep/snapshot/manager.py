@@ -292,6 +292,11 @@ class SnapshotManager:
             "environment": self._environment,
         }
 
+    def wait(self) -> None:
+        """Wait until the last snapshot is committed. Raises `SnapshotError` if that failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def finish(self) -> None:
         """Wait until the last snapshot is committed, and the hooks are done.
 

@@ -353,7 +353,7 @@ def test_left_out_images_leave_their_objects(tmp_path):
     assert [annotation["image_id"] for annotation in train.truth.anns.values()] == [7]
     assert train[0].boxes.tolist() == [[2, 1, 6, 4]]
     assert lines == [
-        f"train: left out 1 broken files, first: {tmp_path}/train/torn.png does not exist",
+        f"train: left out 1 of 2 files, first: {tmp_path}/train/torn.png does not exist",
         "train: 1 images, 1 objects: round 0, square 1",
         "val: 1 images, 0 objects: round 0, square 0",
     ]
