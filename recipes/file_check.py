@@ -35,7 +35,8 @@ CACHE_FILE = "checked-files.json"
 LEFT_OUT_FILE = "left-out.txt"
 VERSION = 1  # of the cache
 THREADS = min(8, 2 * (os.cpu_count() or 1))
-CHUNK = 512  # files of a worker between two exchanges, which must not be far apart
+CHUNK = 512  # files of a worker between two exchanges, for which others wait
+FULL_CHUNK = 32  # the same if all pixels are read
 SHOWN_FAULTS = 5
 SHOWN_CLASSES = 10
 MEASURED = 8  # files with 16 bits whose largest pixel is shown
@@ -195,8 +196,9 @@ class FileCheck:
         facts: list[Facts] = []
         bar = self._bar(len(paths))
         with ThreadPoolExecutor(THREADS if full else 1) as pool:
-            for start in range(0, len(paths), CHUNK * workers):
-                chunk = paths[start : start + CHUNK * workers]
+            size = workers * (FULL_CHUNK if full else CHUNK)
+            for start in range(0, len(paths), size):
+                chunk = paths[start : start + size]
                 shares = [list(pool.map(inspect_file, chunk[rank::workers]))]
                 if self.run is not None:
                     shares = self.run.all_gather(shares[0])
@@ -227,7 +229,7 @@ class FileCheck:
                 path: (stamp, full, Facts(*facts))
                 for path, (stamp, full, facts) in content["files"].items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
             return {}  # the files are read again
 
     def _write_cache(self, cache: Mapping[str, tuple[list[int] | None, bool, Facts]]) -> None:

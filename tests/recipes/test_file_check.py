@@ -153,7 +153,7 @@ def test_conversions_are_said(files):
 
 
 def test_workers_share_the_files_and_agree(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipes.file_check, "CHUNK", 2)
+    monkeypatch.setattr(recipes.file_check, "FULL_CHUNK", 2)
     files["train"][1].write_bytes(b"no image")
     settings = ImageFileSettings(broken="skip", broken_limit=0.5, check="full")
 
