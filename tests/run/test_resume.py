@@ -67,24 +67,26 @@ def test_killed_run_resumes_on_a_different_number_of_workers(
     ] == [0, newest, STEPS]
 
 
-def snapshot_now_and_fail(run, *, at):
+def snapshot_now_and_fail(run, *, job, at):
     def hook(step):
         if step == at:
             run.snapshot(now=True)
             raise RuntimeError("after the updates of a step")
 
-    return image_job(run, hook=hook)
+    return job(run, hook=hook)
 
 
-@pytest.mark.parametrize("at", [1, 3])  # in the middle of an epoch, and at its end
-def test_a_failure_after_the_updates_of_a_step_loses_nothing_that_was_saved(
-    at, undisturbed, tmp_path
-):
-    job = partial(snapshot_now_and_fail, at=at)
-    outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": 100})
+@pytest.mark.parametrize(
+    ("job", "at"),
+    [(image_job, 1), (image_job, 3), (streams_job, 3)],  # in an epoch, at its end, of streams
+)
+def test_a_failure_after_the_updates_of_a_step_loses_nothing_that_was_saved(job, at, tmp_path):
+    undisturbed = left_by(job, tmp_path / "undisturbed", 1, lanes=8)
+    failing, directory = partial(snapshot_now_and_fail, job=job, at=at), tmp_path / "failing"
+    outcomes = try_workers(train, 2, failing, directory, {"snapshot_every": 100})
     assert any(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
-    assert snapshots(tmp_path) == steps_of(at + 1)
-    left = left_by(image_job, tmp_path, 1, lanes=8)
+    assert snapshots(directory) == steps_of(at + 1)
+    left = left_by(job, directory, 1, lanes=8)
     states = {name for name in undisturbed if name.startswith("/")}
     assert {name: left[name] for name in states} == {name: undisturbed[name] for name in states}
     assert len(states) > 10
