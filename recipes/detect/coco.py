@@ -19,6 +19,7 @@ from recipes.settings import SettingsError
 CROWDS: dict[Any, int] = {0: 0, 1: 1, "0": 0, "1": 1, None: 0}  # values of iscrowd; True is 1
 LEAST_POLYGON = 6  # numbers: three points
 LARGEST_SIDE = 2**16  # pixels of an image; masks of larger ones would need much memory
+LARGEST_DIGITS = 8  # characters of a run length after its first, enough for 2**44 pixels
 LARGEST_PLACE = 1e6  # of a polygon's corner
 LARGEST = 1e15  # of any number; NaN is not less
 FIELDS: dict[str, dict[str, type]] = {
@@ -40,7 +41,7 @@ def read_annotations(path: Path, *, masks: bool = True) -> COCO:
     treats an object with id 0 as no object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, RecursionError, ValueError) as error:
         raise AnnotationError(f"{path} cannot be read as JSON: {error}") from None
     entries = {kind: list(_entries(path, content, kind)) for kind in FIELDS}
@@ -75,6 +76,9 @@ def _entries(path: Path, content: Any, kind: str) -> Iterator[tuple[str, dict[st
             raise AnnotationError(f"{where}: expected an object, got {entry!r}")
         where += f" (id {entry['id']})" if "id" in entry else ""
         for name, expected in FIELDS[kind].items():
+            value = entry.get(name)
+            if expected is int and type(value) is float and value.is_integer():
+                entry[name] = int(value)  # such as "width": 159.0
             if type(entry.get(name)) is not expected:
                 got = f"{expected.__name__} {name}, got {entry.get(name)!r}"
                 raise AnnotationError(f"{where}: expected {got}")
@@ -138,6 +142,12 @@ def _runs(where: str, segmentation: Any, size: list[int]) -> dict[str, Any]:
         if got != size:
             raise AnnotationError(f"{where}: expected a mask of the image's size {size}, got {got}")
         if isinstance(counts, str):
+            runs = decoded_runs(counts.encode())
+            if runs is None or runs.sum() != math.prod(size):
+                pixels = f"{math.prod(size)} pixels"
+                raise AnnotationError(
+                    f"{where}: expected counts of {pixels}, got counts that are cut short or broken"
+                )
             return {"size": size, "counts": counts.encode()}
         if _are_numbers(counts) and sum(counts) == math.prod(size):
             return dict(rle.frPyObjects(segmentation, *size))
@@ -148,6 +158,26 @@ def _runs(where: str, segmentation: Any, size: list[int]) -> dict[str, Any]:
     raise AnnotationError(
         f"{where}: expected segmentation as run lengths or as polygons of x, y, x, y, …{hint}"
     )
+
+
+def decoded_runs(counts: bytes) -> NDArray[np.int64] | None:
+    """Return the run lengths of COCO's compressed counts, None if they are broken.
+
+    A number has 5 bits per character, lowest first; 32 marks that more follow, and 16 in the last
+    one a negative number. From the fourth on, it is the difference to the number two before it.
+    """
+    codes = np.frombuffer(counts, dtype=np.uint8).astype(np.int64) - 48
+    if not codes.size or codes.min() < 0 or codes.max() >= 64 or codes[-1] & 32:
+        return None
+    ends = np.flatnonzero(codes & 32 == 0)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    places = np.arange(codes.size) - np.repeat(starts, ends - starts + 1)
+    if places.max() > LARGEST_DIGITS:
+        return None
+    runs = np.add.reduceat((codes & 31) << (5 * places), starts)
+    runs -= np.where(codes[ends] & 16, np.int64(1) << (5 * (ends - starts + 1)), 0)
+    runs[1::2], runs[2::2] = runs[1::2].cumsum(), runs[2::2].cumsum()
+    return runs if runs.min() >= 0 else None
 
 
 def _is_polygon(part: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from recipes.image_files import ImageFileSettings
 from recipes.settings import RunSettings, setting
 
 
@@ -36,7 +37,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(ImageFileSettings):
     """A data set in COCO format (https://cocodataset.org/#format-data) and its transforms."""
 
     path: Path | None = setting(None, "folder with train.json, val.json, train/ and val/")

@@ -7,6 +7,7 @@ global generator, which samestep seeds for each lane batch.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from faster_coco_eval import COCO
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -22,6 +24,8 @@ from torch.utils.data import Dataset
 from recipes.detect.coco import AnnotationError, read_annotations
 from recipes.detect.config import DataSettings, Settings
 from recipes.detect.faults import leave_out_faults
+from recipes.file_check import FileCheck, describe_counts
+from recipes.image_files import Facts, listed_path, printable, read_image
 from recipes.settings import SettingsError
 
 Entry = dict[str, Any]  # of an image in an annotation file: id, file_name, width, height
@@ -65,10 +69,17 @@ class Split(NamedTuple):
         return "\n".join(images.summary for images in self if images is not None)
 
 
-def open_images(settings: DataSettings, *, masks: bool = True, train: bool = True) -> Split:
+def open_images(
+    settings: DataSettings,
+    check: FileCheck | None = None,
+    *,
+    masks: bool = True,
+    train: bool = True,
+) -> Split:
     """Open a data set, without `train` the held-out images alone.
 
-    Raises `SettingsError`, and `AnnotationError` for an invalid file.
+    `check` reports on image files, and leaves out those that are not used. Raises `SettingsError`,
+    and `AnnotationError` for an invalid file.
     """
     parts = []
     paths_by_part = {
@@ -95,6 +106,8 @@ def open_images(settings: DataSettings, *, masks: bool = True, train: bool = Tru
     if settings.class_names not in (None, names):
         expected = f"the categories data.class_names={list(settings.class_names)}"
         raise AnnotationError(f"{last.file}: expected {expected}, got {list(names)}")
+    named = {"train": first, "val": last} if train else {"val": last}
+    leave_out(named, check or FileCheck(settings))
     return Split(first if train else None, last)
 
 
@@ -102,6 +115,17 @@ def with_class_names(settings: Settings, images: Split) -> Settings:
     """Return settings with the names of the categories, which `--eval` compares."""
     names = tuple(images.val.names.values())
     return replace(settings, data=replace(settings.data, class_names=names))
+
+
+def leave_out(parts: dict[str, CocoImages], check: FileCheck) -> None:
+    """Check the image files of all parts, leave out unusable ones, and print what is left."""
+    files = {part: images.paths for part, images in parts.items()}
+    usable = check.usable(files, fault_of=lambda part, *image: parts[part].fault_of(*image))
+    for part, images in parts.items():
+        if not usable[part]:
+            raise SettingsError(f"{part}: no images are left")
+        images.keep(usable[part])
+        check.say(f"{part}: {images.describe()}")
 
 
 class CocoImages(Dataset[Sample]):
@@ -131,6 +155,7 @@ class CocoImages(Dataset[Sample]):
             number: category["name"] for number, category in sorted(self.truth.cats.items())
         }
         self._labels = {number: label for label, number in enumerate(self.names)}
+        self.paths = [listed_path(folder, entry["file_name"]) for entry in self.entries]
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -159,19 +184,41 @@ class CocoImages(Dataset[Sample]):
 
     def read(self, index: int) -> Image.Image:
         """Read an image file as RGB."""
-        entry = self.entries[index]
-        path = self.folder / entry["file_name"]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise AnnotationError(f"{path} cannot be read as an image: {error}") from error
-        if image.size != (entry["width"], entry["height"]):
-            expected = f"{entry['width']} x {entry['height']} pixels as in {self.file}"
-            raise AnnotationError(
-                f"{path}: expected {expected}, got {image.width} x {image.height}"
-            )
+        image = read_image(self.paths[index], "RGB", self.settings)
+        if fault := self._wrong_size(index, image.width, image.height):
+            raise AnnotationError(fault)
         return image
+
+    def fault_of(self, index: int, facts: Facts) -> str | None:
+        """Return what is wrong with a file that can be read, if anything."""
+        fault = self._wrong_size(index, facts.width, facts.height)
+        if fault and facts.turned and not self._wrong_size(index, facts.height, facts.width):
+            hint = "annotations must be in the coordinates of the image as it is displayed"
+            return f"{fault}, as its EXIF orientation turns it; {hint}"
+        return fault
+
+    def _wrong_size(self, index: int, width: int, height: int) -> str | None:
+        entry = self.entries[index]
+        if (width, height) == (entry["width"], entry["height"]):
+            return None
+        expected = f"{entry['width']} x {entry['height']} pixels as in {self.file}"
+        return f"{printable(self.paths[index])}: expected {expected}, got {width} x {height}"
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Keep only images with these indices, and their objects."""
+        if len(indices) == len(self.entries):
+            return
+        self.paths = [self.paths[index] for index in indices]
+        self.entries = [self.entries[index] for index in indices]
+        ids, content = {entry["id"] for entry in self.entries}, self.truth.dataset
+        objects = [entry for entry in content["annotations"] if entry["image_id"] in ids]
+        self.truth = COCO({**content, "images": self.entries, "annotations": objects})
+
+    def describe(self) -> str:
+        """Return the number of images and of each category's objects."""
+        counts = Counter(entry["category_id"] for entry in self.truth.dataset["annotations"])
+        objects = describe_counts({name: counts[number] for number, name in self.names.items()})
+        return f"{len(self)} images, {counts.total()} objects: {objects}"
 
     def groups(self) -> list[bool]:
         """Return for each image whether it is wide; the images of a lane batch share this."""

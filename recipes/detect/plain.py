@@ -28,6 +28,7 @@ from recipes.detect.optimizer import describe, make_optimizer, make_schedule, ma
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
 from recipes.detect.pretrained import initialize
+from recipes.file_check import FileCheck
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    images = open_images(settings.data, masks=settings.model.masks, train=not flags.eval)
+    check = FileCheck(settings.data, flags.dir, say=print)
+    masks = settings.model.masks
+    images = open_images(settings.data, check, masks=masks, train=not flags.eval)
     print(images.describe())
     model = Detector(settings.model, classes=len(images.val.names))
     print(initialize(model, settings, evaluates=flags.eval and not flags.dir))

@@ -21,6 +21,7 @@ from recipes.detect.optimizer import describe, make_optimizer, make_schedule, ma
 from recipes.detect.picture import draw_examples, write_predictions
 from recipes.detect.predict import predict
 from recipes.detect.pretrained import initialize
+from recipes.file_check import FileCheck
 from recipes.progress import Progress
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     ) as run:
         if flags.eval and flags.dir and run.step == 0:  # no snapshot was found
             raise SettingsError("--eval needs the --dir of a run with a snapshot")
-        images = open_images(settings.data, masks=settings.model.masks, train=not flags.eval)
+        check = FileCheck(settings.data, flags.dir, run)
+        masks = settings.model.masks
+        images = open_images(settings.data, check, masks=masks, train=not flags.eval)
         run.print(images.describe())
         model = Detector(settings.model, classes=len(images.val.names))
         if run.step == 0:  # a resumed run has its own parameters
@@ -90,6 +93,7 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
         scheduler.step()
 
         if progress.is_due(settings.evaluate_every):
+            run.snapshot(now=True)  # before the evaluation, which may fail
             scores = evaluate(run, settings, model, images, run.dir)
             run.log(**scores)
             run.snapshot(score=best_by(scores))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from recipes.image_files import ImageFileSettings
 from recipes.settings import RunSettings, SettingsError, parser, read, run_settings, setting
 
 SIZES = ("tissue", "full")
@@ -42,10 +43,10 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(ImageFileSettings):
     """The source of the tiles, and how they are transformed."""
 
-    path: Path | None = setting(None, "folder with the strips train/*.png and val/*.png")
+    path: Path | None = setting(None, "folder with the strips train/* and val/*")
     load_size: int = setting(512, "tiles are resized to this height and width, in pixels")
     crop_size: int = setting(512, "training tiles are then randomly cropped to this size")
     flip: bool = setting(True, "flip half of the training tiles horizontally, half vertically")

@@ -1,4 +1,4 @@
-"""Strips of tiles in DeepLIIF's layout: PNG files in `train/` and `val/`, squares side by side.
+"""Strips of tiles in DeepLIIF's layout: images in `train/` and `val/`, squares side by side.
 
 A strip has IHC, the modalities in their order, and Seg. Random draws use Python's global generator,
 which samestep seeds for each lane batch.
@@ -7,7 +7,8 @@ which samestep seeds for each lane batch.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -19,15 +20,21 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.settings import SettingsError
+from recipes.file_check import FileCheck
+from recipes.image_files import (
+    Facts,
+    ImageError,
+    Listing,
+    describe_ignored,
+    find_images,
+    inspect,
+    printable,
+    read_image,
+)
 from recipes.stain.config import DataSettings, Settings
 
 EXAMINED = 64  # strips of a part that are examined for placeholders
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-
-
-class StripError(SettingsError):
-    """Strips are missing, cannot be read, or have another layout than the settings."""
+StripError = ImageError
 
 
 class Split(NamedTuple):
@@ -37,13 +44,18 @@ class Split(NamedTuple):
     val: Strips
 
 
-def open_strips(settings: Settings) -> Split:
-    """Open both parts of `data.path` and check the size of every strip. Raises `StripError`."""
-    root = _root(settings.data)
+def open_strips(settings: Settings, check: FileCheck | None = None) -> Split:
+    """Open both parts of `data.path`. Raises `ImageError` for a strip that cannot be used."""
+    data, root = settings.data, _root(settings.data)
+    if data.crop_size > data.load_size:
+        expected = f"at most data.load_size={data.load_size}"
+        raise StripError(f"data.crop_size must be {expected}, got {data.crop_size}")
     tiles = ("IHC", *settings.modalities, "Seg")
+    listings = {part: _find_strips(root / part) for part in ("train", "val")}
+    paths = _usable(listings, tiles, data, check or FileCheck(data))
     split = Split(
-        Strips(root / "train", tiles, settings.data, augment=True),
-        Strips(root / "val", tiles, settings.data, augment=False),
+        Strips(paths["train"], tiles, data, augment=True),
+        Strips(paths["val"], tiles, data, augment=False),
     )
     for strips in split:
         refuse_placeholders(strips)
@@ -70,51 +82,85 @@ def refuse_placeholders(strips: Strips) -> None:
         )
 
 
-def open_held_out(settings: Settings) -> Strips:
+def open_held_out(settings: Settings, check: FileCheck | None = None) -> Strips:
     """Open `val/` of `data.path` alone: strips, or single IHC tiles if the first file is square.
 
-    Raises `StripError`.
+    Raises `ImageError` for a file that cannot be used.
     """
-    folder = _root(settings.data) / "val"
-    first = min(folder.glob("*.png"), default=None)
-    square = first is not None and len(set(_size(first))) == 1
+    data = settings.data
+    listing = _find_strips(_root(data) / "val")
+    first = inspect(listing.files[0], data, full=False)
+    square = first.width == first.height > 0
     tiles = ("IHC",) if square else ("IHC", *settings.modalities, "Seg")
-    return Strips(folder, tiles, settings.data, augment=False)
+    paths = _usable({"val": listing}, tiles, data, check or FileCheck(data))
+    return Strips(paths["val"], tiles, data, augment=False)
 
 
 def _root(settings: DataSettings) -> Path:
     if settings.path is None:
-        expected = "a folder with train/*.png and val/*.png (make_data.py makes one)"
+        expected = "a folder with strips in train/ and val/ (make_data.py makes one)"
         raise StripError(f"data.path must be {expected}, got none")
     return settings.path
 
 
-def _size(path: Path) -> tuple[int, int]:
-    try:
-        with Image.open(path) as file:
-            return file.size
-    except UNREADABLE as error:
-        raise StripError(f"{path} cannot be read as an image: {error}") from error
+def _find_strips(folder: Path) -> Listing:
+    listing = find_images(folder)
+    if not listing.files:
+        got = describe_ignored(listing.ignored)
+        raise StripError(f"{folder} has no strips: expected {folder}/*.png (or .jpg, .tif, …){got}")
+    (stem, count), *_ = Counter(path.stem for path in listing.files).most_common(1)
+    if count > 1:
+        raise StripError(
+            f"{folder} has {count} files {printable(stem)}.*: expected different names"
+        )
+    listing.ignored["folder"] += len(listing.folders)
+    return listing
+
+
+def _usable(
+    listings: Mapping[str, Listing], tiles: Sequence[str], data: DataSettings, check: FileCheck
+) -> dict[str, list[Path]]:
+    """Return the strips of each part without files that are left out, and print their number."""
+    files = {part: listing.files for part, listing in listings.items()}
+
+    def fault_of(part: str, index: int, facts: Facts) -> str | None:
+        return _wrong_width(files[part][index], tiles, facts)
+
+    least_side = "data.load_size", data.load_size
+    kept = check.usable(files, fault_of=fault_of, least_side=least_side)
+    for part, listing in listings.items():
+        if not kept[part]:
+            raise StripError(f"{part}: no strips are left")
+        count = f"{len(kept[part])} strips of {len(tiles)} tiles"
+        check.say(f"{part}: {count}{describe_ignored(listing.ignored)}")
+    return {part: [paths[index] for index in kept[part]] for part, paths in files.items()}
+
+
+def _wrong_width(path: Path, tiles: Sequence[str], facts: Facts) -> str | None:
+    if facts.width == len(tiles) * facts.height:
+        return None
+    got = f"got {facts.width} x {facts.height} pixels"
+    if len(tiles) == 1:
+        expected = "a square IHC tile, like the first file of the folder"
+        return f"{printable(path)}: expected {expected}, {got}"
+    expected = f"the {len(tiles)} square tiles {', '.join(tiles)}"
+    hint = "set modalities to the tiles between IHC and Seg"
+    return f"{printable(path)}: expected {expected}, {got}; {hint}"
 
 
 class Strips(Dataset[Tensor]):
-    """The strips of a folder by name, each float32 [tiles, 3, size, size] in [-1, 1].
+    """Strips, each float32 [tiles, 3, size, size] in [-1, 1].
 
-    They are decoded on access. Raises `StripError` for a file that cannot be read or has a wrong
-    width: immediately if the file's header shows it, else on access.
+    They are decoded on access. Raises `ImageError` for a file that cannot be read.
     """
 
     def __init__(
-        self, folder: Path, tiles: Sequence[str], settings: DataSettings, *, augment: bool
+        self, paths: Sequence[Path], tiles: Sequence[str], settings: DataSettings, *, augment: bool
     ) -> None:
-        self.paths = sorted(folder.glob("*.png"))
-        if not self.paths:
-            raise StripError(f"{folder} has no strips: expected {folder}/*.png")
+        self.paths = paths
         self.tiles = tiles
         self.settings = settings
         self.augment = augment
-        for path in self.paths:
-            self._check(path)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -132,26 +178,8 @@ class Strips(Dataset[Tensor]):
         """Whether the strips have more than the IHC tile."""
         return len(self.tiles) > 1
 
-    def _check(self, path: Path) -> None:
-        width, height = _size(path)
-        if width != len(self.tiles) * height:
-            if not self.has_truth:
-                raise StripError(
-                    f"{path}: expected a square IHC tile, like the first file of the folder, "
-                    f"got {width} x {height} pixels"
-                )
-            tiles = f"the {len(self.tiles)} square tiles {', '.join(self.tiles)}"
-            raise StripError(
-                f"{path}: expected {tiles}, got {width} x {height} pixels; "
-                "set modalities to the tiles between IHC and Seg"
-            )
-
     def _tiles(self, path: Path) -> list[Image.Image]:
-        try:
-            with Image.open(path) as file:
-                strip = file.convert("RGB")
-        except UNREADABLE as error:
-            raise StripError(f"{path} cannot be read as an image: {error}") from error
+        strip = read_image(path, "RGB", self.settings)
         side, size = strip.height, self.settings.load_size
         return [
             strip.crop((left, 0, left + side, side)).resize((size, size), Image.Resampling.BICUBIC)

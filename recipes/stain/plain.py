@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from recipes.file_check import FileCheck
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, run_script, write_settings
 from recipes.stain.config import Settings, read_arguments
@@ -25,6 +26,7 @@ from recipes.stain.training import (
     Losses,
     describe_rates,
     end_epoch,
+    end_evaluation,
     make_optimizers,
     make_schedulers,
     tracked,
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    strips = open_strips(settings)
+    strips = open_strips(settings, FileCheck(settings.data, flags.dir, say=print))
     networks = Networks(settings)
     if settings.pretrained is not None:
         print(load_pretrained(networks.generators, settings))
@@ -85,14 +87,12 @@ def train(
             progress.set_postfix(shown_losses, refresh=False)
             progress.update()
 
-        evaluated = epoch % settings.evaluate_every == 0 or epoch == settings.epochs
-        if evaluated:
+        end_epoch(schedulers.values())
+        if epoch % settings.evaluate_every == 0 or epoch == settings.epochs:
             scores = evaluate(settings, networks.generators, strips.val)
-            progress.write(f"epoch {epoch}: {shown(scores)}")
-        for scheduler in schedulers.values():
-            end_epoch(scheduler, scores["l1"] if evaluated else None)
-        if evaluated:
+            end_evaluation(schedulers.values(), scores["l1"])
             save_checkpoint(flags.dir, epoch, **objects)
+            progress.write(f"epoch {epoch}: {shown(scores)}")
     progress.close()
     # a finished run has no steps left
     return scores or evaluate(settings, networks.generators, strips.val)

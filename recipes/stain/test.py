@@ -19,6 +19,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 import samestep as ss
+from recipes.file_check import FileCheck
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, parser, read, run_script, run_settings
 from recipes.stain.config import Settings
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     ) as run:
         if run.step == 0:
             raise SettingsError(f"{flags.dir} has no snapshot; expected the --dir of a trained run")
-        strips = open_held_out(settings)
+        strips = open_held_out(settings, FileCheck(settings.data, flags.dir, run))
         generators = run.replicate(Generators(settings))
         run.track(generators=generators)
         out = flags.out or flags.dir / f"test-{run.step:08}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import samestep as ss
+from recipes.file_check import FileCheck
 from recipes.progress import Progress
 from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.stain.config import Settings, read_arguments
@@ -19,6 +20,7 @@ from recipes.stain.training import (
     Losses,
     describe_rates,
     end_epoch,
+    end_evaluation,
     make_optimizers,
     make_schedulers,
     tracked,
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     ) as run:
         if flags.resume and run.step == 0:  # no snapshot was found
             raise SettingsError(f"--continue needs a snapshot, and {flags.dir} has none")
-        strips = open_strips(settings)
+        strips = open_strips(settings, FileCheck(settings.data, flags.dir, run))
         networks = Networks(settings)
         if settings.pretrained is not None and run.step == 0:  # a resumed run has its own
             run.print(load_pretrained(networks.generators, settings))
@@ -88,17 +90,16 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
             {"discriminators": judged["loss"], "generators": made["loss"]}, sum(batch.counts)
         )
 
-        evaluated = progress.is_due(settings.evaluate_every * loop.steps_per_epoch)
-        if evaluated:
+        if loop.step % loop.steps_per_epoch == 0:
+            end_epoch(schedulers.values())
+        if progress.is_due(settings.evaluate_every * loop.steps_per_epoch):
+            run.snapshot(now=True)  # before the evaluation, which may fail
             scores = evaluate(run, settings, networks.generators, strips.val)
             run.log(scores)
             log_sheets(run, settings, networks.generators, strips.val)
-            # taken at the end of the step, so it includes the schedulers' steps below
+            end_evaluation(schedulers.values(), scores["l1"])
             run.snapshot(score=-scores["l1"])
             progress.print(f"epoch {loop.step // loop.steps_per_epoch}: {shown(scores)}")
-        if loop.step % loop.steps_per_epoch == 0:
-            for scheduler in schedulers.values():
-                end_epoch(scheduler, scores["l1"] if evaluated else None)
     progress.close()
     # a finished run has no steps left
     return scores or evaluate(run, settings, networks.generators, strips.val)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,9 +153,15 @@ def tracked(
     }
 
 
-def end_epoch(scheduler: LRScheduler, held_out_l1: float | None) -> None:
-    """Step a scheduler after an epoch; `held_out_l1` is None if the epoch was not evaluated."""
-    if not isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step()
-    elif held_out_l1 is not None:
-        scheduler.step(held_out_l1)
+def end_epoch(schedulers: Iterable[LRScheduler]) -> None:
+    """Step the schedulers after an epoch, except those that follow scores."""
+    for scheduler in schedulers:
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+
+
+def end_evaluation(schedulers: Iterable[LRScheduler], held_out_l1: float) -> None:
+    """Step the schedulers that follow scores after an evaluation."""
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(held_out_l1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from recipes.image_files import ImageFileSettings
 from recipes.settings import RunSettings, setting
 
 
@@ -29,7 +30,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(ImageFileSettings):
     """The source of the images, and how they are transformed."""
 
     source: Literal["digits", "folder", "fashion-mnist"] = setting(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gzip
 import math
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,16 +24,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.digits import read_digits
-from recipes.settings import SettingsError
+from recipes.file_check import FileCheck, describe_counts
+from recipes.image_files import (
+    ImageError,
+    composed,
+    describe_ignored,
+    find_images,
+    listed_path,
+    read_image,
+    read_text,
+)
 from recipes.vit.config import DataSettings, ModelSettings
 from recipes.vit.randaugment import STRONGEST, randaugment
 
-SUFFIXES = {".jpeg", ".jpg", ".png", ".webp"}
 MODES = {1: "L", 3: "RGB"}
+LINE = re.compile(r"\s*(.+?)[\s,;]+(\d+)\s*")  # PATH CLASS, also with tabs or commas
 
-
-class ImageError(SettingsError):
-    """Images are missing, cannot be read, or do not fit the model."""
+Items = list[tuple[Path, int]]  # image files with class indices
 
 
 class Split(NamedTuple):
@@ -43,10 +52,13 @@ class Split(NamedTuple):
     class_names: tuple[str, ...] | None = None
 
 
-def open_images(data: DataSettings, model: ModelSettings, *, train: bool = True) -> Split:
+def open_images(
+    data: DataSettings, model: ModelSettings, check: FileCheck | None = None, *, train: bool = True
+) -> Split:
     """Open the data set `data.source`; without `train`, a folder needs no training images.
 
-    Raises `ImageError` if it does not fit the model.
+    `check` reports on image files. Raises `ImageError` for files that cannot be used, and for a
+    data set that does not fit the model.
     """
     if model.channels not in MODES:
         raise ImageError(f"model.channels must be 1 (gray) or 3 (color), got {model.channels}")
@@ -60,7 +72,7 @@ def open_images(data: DataSettings, model: ModelSettings, *, train: bool = True)
     open_source = {
         "digits": _digits,
         "fashion-mnist": _fashion_mnist,
-        "folder": partial(_folder, train=train),
+        "folder": partial(_folder, train=train, check=check or FileCheck(data)),
     }
     split = open_source[data.source](data, model)
     if split.classes != model.classes:
@@ -81,47 +93,68 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def __init__(
         self,
         items: Sequence[tuple[Path, int]],
-        mode: str,
         transform: Callable[[Image.Image], Tensor],
+        mode: str,
+        settings: DataSettings,
     ) -> None:
         self.items = items
-        self.mode = mode
         self.transform = transform
+        self.mode = mode
+        self.settings = settings
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.items[index]
-        try:
-            with Image.open(path) as file:
-                image = file.convert(self.mode)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ImageError(f"{path} cannot be read as an image: {error}") from error
-        return self.transform(image), label
+        return self.transform(read_image(path, self.mode, self.settings)), label
 
 
-def _folder(data: DataSettings, model: ModelSettings, train: bool) -> Split:
-    root = _checked_path(data)
+def _folder(data: DataSettings, model: ModelSettings, *, train: bool, check: FileCheck) -> Split:
+    root, parts = _checked_path(data), ("train", "val") if train else ("val",)
     if (root / "val_list.txt").exists():
         classes, names = model.classes, data.class_names
-        items_of = partial(_listed_items, root, classes)
+        items = {part: _listed_items(root, classes, part) for part in parts}
+        ignored = {part: Counter[str]() for part in parts}
     else:
         names = data.class_names or _class_names(root / "train")
         if not (names or train):
             names = _held_out_names(root / "val", model.classes)
-        classes, items_of = len(names), partial(_folder_items, root, names)
+        ignored = {part: Counter[str]() for part in parts}
+        items = {part: _folder_items(root / part, names, ignored[part]) for part in parts}
+        classes = len(names)
+    items = _usable(items, names or tuple(map(str, range(classes))), ignored, model, check)
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
     crop = augmented = partial(center_crop, size=model.image_size, part=data.center_crop)
     if data.augment:
         augmented = partial(augment, settings=data, size=model.image_size)
-    files = partial(ImageFiles, mode=MODES[model.channels])
+    files = partial(ImageFiles, mode=MODES[model.channels], settings=data)
     return Split(
-        files(items_of("train") if train else (), transform=lambda image: tensor(augmented(image))),
-        files(items_of("val"), transform=lambda image: tensor(crop(image))),
+        files(items.get("train", []), lambda image: tensor(augmented(image))),
+        files(items["val"], lambda image: tensor(crop(image))),
         classes,
         names,
     )
+
+
+def _usable(
+    items: dict[str, Items],
+    names: Sequence[str],
+    ignored: dict[str, Counter[str]],
+    model: ModelSettings,
+    check: FileCheck,
+) -> dict[str, Items]:
+    """Return the items of each part without files that are left out, and print their numbers."""
+    files = {part: [path for path, _ in labeled] for part, labeled in items.items()}
+    kept = check.usable(files, least_side=("model.image_size", model.image_size))
+    usable = {part: [items[part][index] for index in kept[part]] for part in items}
+    for part, labeled in usable.items():
+        before, counts = (Counter(label for _, label in pairs) for pairs in (items[part], labeled))
+        if gone := [names[label] for label in before if label not in counts]:
+            raise ImageError(f"{part}: no images are left of {', '.join(gone[:8])}")
+        classes = describe_counts({name: counts[label] for label, name in enumerate(names)})
+        check.say(f"{part}: {len(labeled)} images: {classes}{describe_ignored(ignored[part])}")
+    return usable
 
 
 def _held_out_names(folder: Path, classes: int) -> tuple[str, ...]:
@@ -136,39 +169,47 @@ def _held_out_names(folder: Path, classes: int) -> tuple[str, ...]:
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.name for path in folder.glob("*") if path.is_dir()))
+    return tuple(sorted(find_images(folder).folders))
 
 
-def _folder_items(root: Path, names: Sequence[str], part: str) -> list[tuple[Path, int]]:
-    """Return the images `root/part/CLASS/*`."""
-    folder = root / part
-    unknown = sorted(set(_class_names(folder)) - set(names))
-    if unknown:
+def _folder_items(folder: Path, names: Sequence[str], ignored: Counter[str]) -> Items:
+    """Return the images `folder/CLASS/*`, and count what is ignored."""
+    part = find_images(folder)
+    labels = {composed(name): label for label, name in enumerate(names)}
+    if unknown := sorted(set(part.folders) - set(labels)):
         raise ImageError(f"{folder} has classes without training images: {', '.join(unknown[:8])}")
-    files = [
-        (path, label)
-        for label, name in enumerate(names)
-        for path in sorted((folder / name).glob("*"))
-        if path.suffix.lower() in SUFFIXES
-    ]
-    if not files:
-        raise ImageError(f"{folder} has no images: expected {folder}/CLASS/*.jpg (or .png, .webp)")
-    return files
+    ignored.update(part.ignored)
+    ignored["outside a class"] += len(part.files)
+    items: Items = []
+    for name, label in labels.items():
+        if name not in part.folders:
+            continue
+        images = find_images(part.folders[name])
+        if not images.files:
+            got = describe_ignored(images.ignored).removeprefix("; ") or "an empty folder"
+            if images.folders:
+                got = f"folders such as {min(images.folders)}, whose images belong one level higher"
+            expected = f"{part.folders[name]}/*.jpg (or another type of image)"
+            raise ImageError(f"class {name} has no images: expected {expected}, got {got}")
+        ignored.update(images.ignored)
+        ignored["folder in a class"] += len(images.folders)
+        items += [(path, label) for path in images.files]
+    if not items:
+        raise ImageError(f"{folder} has no images: expected {folder}/CLASS/*.jpg (or .png, …)")
+    return items
 
 
-def _listed_items(root: Path, classes: int, part: str) -> list[tuple[Path, int]]:
+def _listed_items(root: Path, classes: int, part: str) -> Items:
     """Return the images of PaddleViT's list `root/part_list.txt`: PATH CLASS per line."""
     file, items = root / f"{part}_list.txt", []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ImageError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        path, _, label = line.strip().rpartition(" ")
-        if not (path and label.isdecimal() and int(label) < classes):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        match = LINE.fullmatch(line)
+        if match is None or int(match[2]) >= classes:
             expected = f"PATH CLASS with a class from 0 to {classes - 1}"
             raise ImageError(f"{file}, line {number}: expected {expected}, got {line[:80]!r}")
-        items.append((root / path, int(label)))
+        items.append((listed_path(root, match[1].strip('"')), int(match[2])))
     if not items:
         raise ImageError(f"{file} is empty: expected a line PATH CLASS per image")
     return items

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from recipes.file_check import FileCheck
 from recipes.one_device import autocast, device, load_checkpoint, save_checkpoint, to_device
 from recipes.settings import SettingsError, read_arguments, run_script, write_settings
 from recipes.vit import training
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     flags, settings = read_arguments(Settings, __doc__, arguments)
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    images = open_images(settings.data, settings.model, train=not flags.eval)
+    check = FileCheck(settings.data, flags.dir, say=print)
+    images = open_images(settings.data, settings.model, check, train=not flags.eval)
     models = make_models(settings, evaluates=flags.eval and not flags.dir)
     if not flags.eval:
         return train(flags.dir, settings, models, images)

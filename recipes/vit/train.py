@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import nn
 
 import samestep as ss
+from recipes.file_check import FileCheck
 from recipes.progress import Progress
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         precision=settings.precision,
         settings=settings,
     ) as run:
-        images = open_images(settings.data, settings.model, train=not flags.eval)
+        check = FileCheck(settings.data, flags.dir, run)
+        images = open_images(settings.data, settings.model, check, train=not flags.eval)
         models = make_models(run, settings, evaluates=flags.eval)
         if not flags.eval:
             return train(run, settings, models, images)
@@ -93,6 +95,7 @@ def train(
         scheduler.step()
 
         if progress.is_due(settings.evaluate_every * loop.steps_per_epoch):
+            run.snapshot(now=True)  # before the evaluation, which may fail
             scores = evaluate(run, settings, models, images)
             run.log(**scores)
             log_mistakes(run, settings, model, images)

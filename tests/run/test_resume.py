@@ -67,6 +67,31 @@ def test_killed_run_resumes_on_a_different_number_of_workers(
     ] == [0, newest, STEPS]
 
 
+def snapshot_now_and_fail(run, *, job, at):
+    def hook(step):
+        if step == at:
+            run.snapshot(now=True)
+            raise RuntimeError("after the updates of a step")
+
+    return job(run, hook=hook)
+
+
+@pytest.mark.parametrize(
+    ("job", "at"),
+    [(image_job, 1), (image_job, 3), (streams_job, 3)],  # in an epoch, at its end, of streams
+)
+def test_a_failure_after_the_updates_of_a_step_loses_nothing_that_was_saved(job, at, tmp_path):
+    undisturbed = left_by(job, tmp_path / "undisturbed", 1, lanes=8)
+    failing, directory = partial(snapshot_now_and_fail, job=job, at=at), tmp_path / "failing"
+    outcomes = try_workers(train, 2, failing, directory, {"snapshot_every": 100})
+    assert any(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
+    assert snapshots(directory) == steps_of(at + 1)
+    left = left_by(job, directory, 1, lanes=8)
+    states = {name for name in undisturbed if name.startswith("/")}
+    assert {name: left[name] for name in states} == {name: undisturbed[name] for name in states}
+    assert len(states) > 10
+
+
 def test_run_resumes_from_every_step(undisturbed, tmp_path):
     run_workers(train, 2, image_job, tmp_path / "whole", {"keep_last": STEPS})
     assert snapshots(tmp_path / "whole") == steps_of(*range(1, STEPS + 1))
@@ -219,7 +244,7 @@ def test_lanes_and_seed_cannot_change(options, error, words, stopped_at):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"size": 100}, "step 2 of epoch 0.*samples=101.*samples=100"),
+        ({"size": 100}, "step 2 of epoch 0.*samples=101.*samples=100.*Restore the old data"),
         ({"batch_size": 16}, "step 2 of epoch 0.*batch_size=32.*batch_size=16"),
         ({"shuffle": False}, "shuffle=True.*shuffle=False"),
         ({"drop_last": True}, "drop_last=False.*drop_last=True"),

@@ -198,7 +198,9 @@ class PlannedLoop(Loop):
             raise DataError(
                 "the data set must stay the same until the epoch ends: "
                 f"step {at.step} of epoch {at.epoch} expected {old}, got {new}; "
-                "samples would be lost or repeated"
+                "samples would be lost or repeated. Restore the old data or value (any file may "
+                "replace a removed one), resume from a snapshot that was taken at the end of an "
+                "epoch (resume=PATH), or start a new run"
             )
 
     def _describe(self, epoch: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -253,14 +253,31 @@ class Progress:
             self.end_step()
             self._stop.defer(active=False)
 
-    def snapshot(self, score: float | None) -> None:
-        """Take a snapshot now, or at the end of the current step."""
+    def snapshot(self, score: float | None, *, now: bool) -> None:
+        """Take a snapshot now, or without `now` at the end of the current step."""
         self.complete_left_step()
         self._divergence.expire()
         # In a step, its end takes the snapshot: parts of the state may be updated, others not.
         self._requested, self._score = True, score
         if self._current is None or self._current.left:
             self._take_snapshot()
+        elif now:
+            self._take_early_snapshot(self._current)
+
+    def _take_early_snapshot(self, current: CurrentStep) -> None:
+        """Save the state that the current step ends with, if its body changes nothing more."""
+        current.batch.load()  # as at the end
+        step, epoch = self.step, self.epoch
+        positions = {name: replace(position) for name, position in self.positions.items()}
+        self.step, self.epoch = step + 1, current.complete()
+        try:
+            self._take_snapshot()
+            with self.status.doing("writing a snapshot"):
+                self._snapshots.wait()
+        finally:
+            self.step, self.epoch = step, epoch
+            for name, position in positions.items():
+                vars(self.positions[name]).update(vars(position))  # which the loops also hold
 
     def finish(self) -> None:
         """End all loops, now or after the current step, and take a snapshot that says so."""

@@ -619,12 +619,15 @@ class Run(Collectives, Recording):
         """
         self._session.call_at_close(add_seeder(fn))
 
-    def snapshot(self, *, score: float | None = None) -> None:
+    def snapshot(self, *, score: float | None = None, now: bool = False) -> None:
         """Take a snapshot of the tracked objects, in a loop at the end of the current step.
 
         Args:
             score: Snapshots with the highest scores are kept (`keep_best`), and of equal scores
                 the earliest. If lower is better, negate it.
+            now: Whether to take it immediately in a loop, too, and wait until it is on disk. Call
+                it after the last change of the step to a tracked object, before work that may
+                fail, such as an evaluation.
 
         Raises:
             SnapshotError: An earlier snapshot could not be written.
@@ -632,7 +635,7 @@ class Run(Collectives, Recording):
         Example:
             >>> run.snapshot(score=0.93)
         """
-        self._progress.snapshot(score)
+        self._progress.snapshot(score, now=now)
 
     def best_snapshot(self) -> Snapshot:
         """Return the snapshot with the highest score, and of equal scores the earliest.

@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch
 from faster_coco_eval.core import mask as rle
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from recipes.detect import make_data
-from recipes.detect.coco import AnnotationError, encoded, read_annotations
+from recipes.detect.coco import AnnotationError, decoded_runs, encoded, read_annotations
 from recipes.detect.config import DataSettings
 from recipes.detect.data import boxes_in, collate, new_size, open_images
+from recipes.file_check import FileCheck
+from recipes.image_files import ImageError
 from recipes.settings import SettingsError
 
 SQUARE = [2, 1, 6, 1, 6, 4, 2, 4]  # x from 2 to 6, y from 1 to 4
@@ -106,6 +110,10 @@ def test_polygons_and_both_kinds_of_run_lengths_give_the_same_mask(tmp_path):
             {"segmentation": {"size": [8, 10], "counts": [79]}},
             "expected counts that sum to 80 pixels",
         ),
+        (
+            {"segmentation": {"size": [8, 10], "counts": "012"}},
+            "expected counts of 80 pixels, got counts that are cut short or broken",
+        ),
     ],
 )
 def test_a_wrong_annotation_is_named_with_its_file(change, expected, tmp_path):
@@ -151,6 +159,32 @@ def test_a_file_that_is_not_an_annotation_file_is_named(content, tmp_path):
     file.write_text(content, encoding="latin1")
     with pytest.raises(AnnotationError, match=str(file)):
         read_annotations(file)
+
+
+@given(
+    pixels=st.integers(1, 9).flatmap(
+        lambda width: st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=1)
+    )
+)
+def test_compressed_run_lengths_that_are_cut_short_are_found(pixels):
+    mask = np.array(pixels, dtype=np.uint8)
+    counts = encoded(mask)["counts"].encode()
+    runs = decoded_runs(counts)
+    values = np.arange(len(runs)) % 2
+    assert np.array_equal(np.repeat(values, runs), mask.T.ravel())
+    for length in range(len(counts)):
+        runs = decoded_runs(counts[:length])
+        assert runs is None or runs.sum() < mask.size
+
+
+def test_annotations_of_windows_and_macos_are_read(tmp_path):
+    image = {"id": 7, "file_name": "sub\\e\u0301.png", "width": 10.0, "height": 8.0}
+    file = write(tmp_path, images=[image])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    (tmp_path / "train" / "sub").mkdir()
+    (tmp_path / "train" / "a.png").rename(tmp_path / "train" / "sub" / "\u00e9.png")
+    write(tmp_path, part="val")
+    assert open_images(settings(tmp_path)).train[0].image.shape == (3, 8, 10)
 
 
 # Samples
@@ -274,19 +308,57 @@ def test_categories_must_agree(tmp_path):
         open_images(settings(tmp_path))
 
 
-def test_broken_images_and_masks_are_named(tmp_path):
-    broken = entry(bbox=[0, 0, 4, 3], segmentation={"size": [8, 10], "counts": "012"})
-    images = open_one(tmp_path, broken)
-    with pytest.raises(AnnotationError, match=r"train\.json: a mask of image 7 cannot be decoded"):
-        images[0]
+def test_broken_images_are_named(tmp_path):
+    images = open_one(tmp_path)
     Image.new("RGB", (9, 8)).save(tmp_path / "train" / "a.png")
     with pytest.raises(
         AnnotationError, match=r"a\.png: expected 10 x 8 pixels as in .*train\.json, got 9 x 8"
     ):
         images[0]
     (tmp_path / "train" / "a.png").write_bytes(b"no image")
-    with pytest.raises(AnnotationError, match=r"a\.png cannot be read as an image"):
+    with pytest.raises(ImageError, match=r"a\.png cannot be read as an image"):
         images[0]
+
+
+def turn(path, orientation):
+    exif = Image.Exif()
+    exif[274] = orientation
+    with Image.open(path) as image:
+        image.save(path, exif=exif)
+
+
+def test_turned_images_are_compared_as_they_are_displayed(tmp_path):
+    pixels = np.asarray(open_one(tmp_path).read(0))
+    turn(tmp_path / "train" / "a.png", 3)
+    lines = []
+    train = open_images(settings(tmp_path), FileCheck(settings(tmp_path), say=lines.append)).train
+    assert np.array_equal(np.asarray(train.read(0)), pixels[::-1, ::-1])
+    first = f"first: {tmp_path}/train/a.png"
+    assert lines[0] == f"train: 1 of 1 images are turned by their EXIF orientation, {first}"
+
+    turn(tmp_path / "train" / "a.png", 6)
+    hint = "as its EXIF orientation turns it; annotations must be in the coordinates of the image"
+    with pytest.raises(ImageError, match=f"expected 10 x 8 pixels as in .*, got 8 x 10, {hint}"):
+        open_images(settings(tmp_path))
+
+
+def test_left_out_images_leave_their_objects(tmp_path):
+    image = {"id": 7, "file_name": "a.png", "width": 10, "height": 8}
+    torn = {"id": 8, "file_name": "torn.png", "width": 10, "height": 8}
+    write(tmp_path, entry(), entry(image_id=8), images=[torn, image])
+    write(tmp_path, part="val")
+    data, lines = settings(tmp_path, broken="skip", broken_limit=0.5), []
+    train = open_images(data, FileCheck(data, tmp_path, say=lines.append)).train
+    assert [entry["id"] for entry in train.entries] == list(train.truth.imgs) == [7]
+    assert [annotation["image_id"] for annotation in train.truth.anns.values()] == [7]
+    assert train[0].boxes.tolist() == [[2, 1, 6, 4]]
+    assert lines == [
+        f"train: left out 1 of 2 files, first: {tmp_path}/train/torn.png does not exist",
+        "train: 1 images, 1 objects: round 0, square 1",
+        "val: 1 images, 0 objects: round 0, square 0",
+    ]
+    with pytest.raises(ImageError, match=r"torn\.png does not exist; data\.broken=skip"):
+        open_images(settings(tmp_path))
 
 
 # The digits

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes.file_check import FileCheck
 from recipes.stain.config import DataSettings, Settings
 from recipes.stain.data import StripError, open_strips
 
@@ -154,3 +155,31 @@ def test_folders_without_strips_are_named(tmp_path):
         open_strips(settings(None))
     with pytest.raises(StripError, match=r"train has no strips: expected .*/train/\*\.png"):
         open_strips(settings(tmp_path))
+
+
+def test_strips_of_all_endings_are_read(folder):
+    for part in ("train", "val"):
+        Image.fromarray(plain_strip()).save(folder / part / "c.jpg", quality=100)
+        Image.fromarray(plain_strip()).save(folder / part / "d.TIF")
+        (folder / part / "a.png").unlink()
+        (folder / part / "._b.png").touch()
+    lines = []
+    wanted = settings(folder, load_size=20)
+    strips = open_strips(wanted, FileCheck(wanted.data, say=lines.append))
+    assert [path.name for path in strips.train.paths] == ["b.png", "c.jpg", "d.TIF"]
+    middle = strips.val[1][..., 9:11, 9:11], strips.val[0][..., 9:11, 9:11]
+    torch.testing.assert_close(*middle, atol=0.05, rtol=0)
+    enlarged = f"smaller than data.load_size=20 and enlarged, first: {folder}/train/b.png"
+    assert lines[0] == f"train: 3 of 3 images are {enlarged}"
+    assert lines[2] == "train: 3 strips of 4 tiles; ignored: 1 *.txt, 1 hidden"
+
+
+def test_strips_with_the_same_name_would_overwrite_each_other(folder):
+    Image.fromarray(plain_strip()).save(folder / "val" / "a.jpg")
+    with pytest.raises(StripError, match=r"val has 2 files a\.\*: expected different names"):
+        open_strips(settings(folder))
+
+
+def test_a_crop_fits_into_the_tile(folder):
+    with pytest.raises(StripError, match=r"crop_size must be at most data\.load_size=16, got 17"):
+        open_strips(settings(folder, crop_size=17))

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 import samestep as ss
+from recipes.file_check import CACHE_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.stain import test, train
 from recipes.stain.config import Settings, read_arguments
@@ -346,6 +347,7 @@ def test_only_the_main_worker_writes(data, tmp_path):
     names = {re.sub(r"\.\d+\.tmp$", "", name) for name in first}  # written atomically
     assert {name for name in names if not name.startswith("step-")} == {
         SETTINGS_FILE,
+        f"{CACHE_FILE}.part",
         "events.jsonl",
         "run.lock",
         *images,

@@ -5,7 +5,7 @@ import torch
 
 from recipes.settings import SettingsError
 from recipes.stain.config import OptimizerSettings
-from recipes.stain.training import end_epoch, make_scheduler
+from recipes.stain.training import end_epoch, end_evaluation, make_scheduler
 
 
 def rates(epochs, l1=(), **settings):
@@ -16,7 +16,9 @@ def rates(epochs, l1=(), **settings):
     for epoch in range(epochs):
         epoch_rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        end_epoch(scheduler, l1[epoch] if l1 else None)
+        end_epoch([scheduler])
+        if l1 and l1[epoch] is not None:
+            end_evaluation([scheduler], l1[epoch])
     return epoch_rates, optimizer.param_groups[0]["lr"]
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from recipes.digits import held_out_fifth
+from recipes.file_check import FileCheck
 from recipes.vit.config import DataSettings, ModelSettings
 from recipes.vit.data import (
     ImageError,
@@ -312,9 +313,20 @@ def test_lists_of_images_are_read(folder):
     assert (image.shape, label) == ((3, 16, 16), 1)
 
 
+def test_lists_of_windows_and_of_spreadsheets_are_read(folder):
+    lines = ["\ufefftrain\\cat\\a.JPG\t0\r", "", '"train/cat/b.png",0', "train/dog/c.webp  1 ", ""]
+    (folder / "train_list.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "val_list.txt").write_text("val/dog/c.webp,1\n")
+    split = open_images(DataSettings(path=folder), FOLDER_MODEL)
+    assert [path.name for path, _ in split.train.items] == ["a.JPG", "b.png", "c.webp"]
+    assert [label for _, label in split.train.items] == [0, 0, 1]
+    assert [label for _, label in split.test.items] == [1]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("missing.png 0\n", "missing.png does not exist"),
         ("a.png 0\nb.png 2\n", "line 2: expected PATH CLASS with a class from 0 to 1"),
         ("a.png\n", r"line 1: .*got 'a\.png'"),
         ("", "is empty"),
@@ -370,3 +382,63 @@ def test_a_held_out_class_that_was_never_trained_is_named(folder):
     paint(folder / "val" / "fox" / "a.png", (1, 2, 3))
     with pytest.raises(ImageError, match=r"val has classes without training images: fox"):
         open_images(DataSettings(path=folder), FOLDER_MODEL)
+
+
+def test_files_of_all_endings_and_forms_of_names_are_read(folder):
+    for ending in (".bmp", ".gif", ".tif"):
+        paint(folder / "train" / "cat" / f"d{ending}", (9, 9, 9))
+    (folder / "train" / "cat" / "._a.JPG").touch()
+    for name in ("__MACOSX", ".ipynb_checkpoints"):
+        paint(folder / "train" / name / "a.png", (9, 9, 9))
+    (folder / "train" / "dog").rename(folder / "train" / "\u00e9")
+    (folder / "val" / "dog").rename(folder / "val" / "e\u0301")
+    paint(folder / "train" / "sheet.png", (9, 9, 9))
+    lines = []
+    data = DataSettings(path=folder)
+    split = open_images(data, FOLDER_MODEL, FileCheck(data, say=lines.append))
+    assert split.class_names == ("cat", "\u00e9")
+    assert [label for _, label in split.test.items] == [0, 0, 1]
+    ignored = "1 *.txt, 3 hidden, 1 outside a class"
+    assert lines[-2:] == [
+        f"train: 6 images: cat 5, \u00e9 1; ignored: {ignored}",
+        "val: 3 images: cat 2, \u00e9 1; ignored: 1 *.txt",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "got"),
+    [
+        ([], "an empty folder"),
+        (["a.xcf", "b.xcf", ".hidden"], "ignored: 2 *.xcf, 1 hidden"),
+        (["deep/a.png"], "folders such as deep, whose images belong one level higher"),
+    ],
+)
+def test_a_class_without_images_is_refused(files, got, folder):
+    empty = folder / "train" / "fox"
+    empty.mkdir()
+    for name in files:
+        paint(folder / "train" / "fox" / "a.png", (1, 2, 3))
+        (empty / name).parent.mkdir(exist_ok=True)
+        (empty / "a.png").rename(empty / name)
+    with pytest.raises(ImageError) as caught:
+        open_images(DataSettings(path=folder), replace(FOLDER_MODEL, classes=3))
+    expected = f"expected {empty}/*.jpg (or another type of image), got {got}"
+    assert str(caught.value) == f"class fox has no images: {expected}"
+
+
+def test_a_class_that_loses_all_images_is_refused(folder):
+    (folder / "train" / "dog" / "c.webp").write_bytes(b"no image")
+    data = DataSettings(path=folder, broken="skip", broken_limit=0.5)
+    with pytest.raises(ImageError, match="train: no images are left of dog"):
+        open_images(data, FOLDER_MODEL)
+
+
+def test_16_bits_and_transparency_reach_the_model(folder):
+    wide = np.full((20, 20), 257 * 123, np.uint16)  # 123 of 255
+    Image.fromarray(wide).save(folder / "val" / "cat" / "b.png")
+    Image.new("LA", (20, 20), (0, 0)).save(folder / "val" / "cat" / "c.png")
+    data = DataSettings(path=folder, mean=(0.0,) * 3, std=(1.0,) * 3)
+    split = open_images(data, FOLDER_MODEL)
+    gray, transparent = (split.test[number][0] for number in (1, 2))
+    torch.testing.assert_close(gray, torch.full((3, 16, 16), 123 / 255))
+    torch.testing.assert_close(transparent, torch.ones(3, 16, 16))

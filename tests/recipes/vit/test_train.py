@@ -18,6 +18,7 @@ from torch import nn
 
 import recipes.vit
 import samestep as ss
+from recipes.file_check import LEFT_OUT_FILE
 from recipes.scores import SCORES_FILE
 from recipes.settings import SETTINGS_FILE, SettingsError, read
 from recipes.vit import demo, training
@@ -163,7 +164,36 @@ def test_a_torn_image_is_one_line_on_the_terminal(loader_workers, tmp_path, capf
     )
     assert not any("Traceback" in line for line in lines)
     traces = [event.get("traceback", "") for event in events(tmp_path / "run", "failed")]
-    assert any("image = file.convert(self.mode)" in trace for trace in traces)
+    assert any("in read_image" in trace for trace in traces)
+
+
+def test_broken_images_are_left_out_before_the_order_is_drawn(tmp_path):
+    images = make_images(tmp_path / "images")
+    (tmp_path / "images" / "train" / "cat" / "1.png").write_bytes(b"no image")
+    changes = ["data.broken=skip", "data.broken_limit=0.2", "data.check=full"]
+    results = []
+    for workers in (1, 2):
+        directory = tmp_path / str(workers)
+        arguments = [*images, *changes, "--dir", str(directory)]
+        scores, *_ = run_workers(main, workers, arguments)
+        left = fingerprint(load(list_snapshots(directory)[-1]).state)
+        results.append((scores, left, (directory / LEFT_OUT_FILE).read_text()))
+    assert results[0] == results[1]
+    assert results[0][2].splitlines()[1:] == ["train/cat/1.png"]
+
+
+def test_a_broken_held_out_image_loses_no_training(tmp_path):
+    arguments = [*make_images(tmp_path / "images"), "--dir", str(tmp_path / "run")]
+    torn = tmp_path / "images" / "val" / "dog" / "1.png"
+    content = torn.read_bytes()
+    torn.write_bytes(content[:60])
+    with pytest.raises(WorkerFailedError, match=r"val/dog/1\.png cannot be read as an image"):
+        run_workers(main, 2, arguments)
+    assert [path.name for path in list_snapshots(tmp_path / "run")] == ["step-00000001"]
+    torn.write_bytes(content)
+    (scores,) = run_workers(main, 1, arguments)
+    whole = [*make_images(tmp_path / "images"), "--dir", str(tmp_path / "whole")]
+    assert run_workers(main, 2, whole) == [scores] * 2
 
 
 def test_a_worker_evaluates_as_many_images_at_once_as_is_set(monkeypatch):
