@@ -724,7 +724,7 @@ def test_an_unusable_loss_is_rejected(returned, message):
 def test_losses_and_metrics_may_be_tensors_or_numbers():
     loss = torch.ones(1, requires_grad=True) * 2
     assert split_loss(loss, 0) == (loss, {})
-    _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([True])}), 0)
+    _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([1.0])}), 0)
     assert {name: float(value) for name, value in metrics.items()} == {
         "a": 2.0,
         "b": 0.1,
@@ -732,6 +732,17 @@ def test_losses_and_metrics_may_be_tensors_or_numbers():
         "d": 1.0,
     }
     assert not metrics["a"].requires_grad
+
+
+def test_booleans_and_integers_with_an_entry_per_item_are_summed():
+    loss = torch.ones((), requires_grad=True)
+    right, words = torch.tensor([True, False, True]), torch.tensor([[250, 250]], dtype=torch.uint8)
+    none = right[:0]  # such as that of a lane without masked words
+    _, metrics = split_loss((loss, {"right": right, "words": words, "none": none}), 0)
+    assert {name: value.tolist() for name, value in metrics.items()} == {
+        "right": [2.0, 3.0],
+        "words": [500.0, 2.0],
+    }
 
 
 @pytest.mark.parametrize("workers", [1, 2])

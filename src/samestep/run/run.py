@@ -332,7 +332,8 @@ class Run(Collectives, Recording):
 
         Args:
             loss_fn: Called once per lane as `loss_fn(model, lane_batch)`. Returns a scalar loss,
-                the mean over the lane's items, or (loss, dict of scalars).
+                the mean over the lane's items, or (loss, dict of scalars). A boolean or integer
+                tensor in the dict has an entry per item; its mean over all lanes is exact.
             model: First argument of `loss_fn`.
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
@@ -453,8 +454,9 @@ class Run(Collectives, Recording):
 
         Args:
             fn: Called once per block as `fn(model, batch)`. Returns what a loss function returns,
-                or a dict of scalars (means over the block) and new metrics (`Metric` objects or
-                torchmetrics objects), which are merged.
+                or a dict of scalars (means over the block), boolean or integer tensors with an
+                entry per item, and new metrics (`Metric` objects or torchmetrics objects), which
+                are merged.
             model: First argument of `fn`.
             dataset: Map-style data set.
             batch_size: Samples per block.
