@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from samestep.data.agreement import DataCheck, Sample, Use, digest
+from samestep.data.attributes import AttributeCheck, OpenFile, open_files, refuse_moved
 from samestep.data.batch import Batch, Incomplete
 from samestep.data.generators import ForeignGenerators
 from samestep.data.plan import Plan
@@ -86,8 +87,14 @@ class Fetcher(Dataset[Any]):
     location and the original traceback; in a loader process, returns it as a `Failure`.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        shared_files: Sequence[OpenFile] = (),
+    ) -> None:
+        """`shared_files` are open when processes that use this are started."""
+        self.dataset, self._shared_files = dataset, shared_files
         self.collate_fn = collate_fn or default_collate
         self._generators = ForeignGenerators(dataset=dataset, collate_fn=self.collate_fn)
         self._tensors = dataset.tensors if collate_fn is None and _is_tensors(dataset) else None
@@ -99,7 +106,10 @@ class Fetcher(Dataset[Any]):
             if self._tensors is not None:  # no random draws
                 indices = torch.tensor(request.indices, dtype=torch.int64)
                 return [tensor.index_select(0, indices) for tensor in self._tensors]
-            return self._generators.draw(request.key, lambda: self._collated(request))
+            try:
+                return self._generators.draw(request.key, lambda: self._collated(request))
+            finally:  # also after an error, which wrong bytes may have caused
+                refuse_moved(self._shared_files)
         except Exception as error:
             first_indices = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
             more = ", …" if len(request.indices) > SHOWN_INDICES else ""
@@ -198,10 +208,12 @@ def load(
     `loader_workers` processes fetch `ahead` requests ahead, and at least two each. Raises
     `LoaderError` if fetching fails or a loader process dies.
     """
-    fetcher = Fetcher(dataset, collate_fn)
+    roots = {"dataset": dataset, "collate_fn": collate_fn}
+    fetcher = Fetcher(dataset, collate_fn, open_files(**roots) if loader_workers > 0 else ())
     if loader_workers == 0 and not pin_memory:
         yield from (fetcher[request] for request in requests)
         return
+    attributes = AttributeCheck(**roots) if loader_workers > 0 else None
     if loader_workers > 0:
         use_socket_folder()
     loader = DataLoader(
@@ -221,6 +233,8 @@ def load(
             if isinstance(batch, Failure):
                 batch.raise_error()
             yield batch
+            if attributes is not None:  # the script went on, and needs another batch
+                attributes.refuse_changes()
     except (RuntimeError, OSError, EOFError) as error:  # a data set's errors are LoaderErrors
         reason = str(error).partition("\n")[0]
         raise LoaderError(
