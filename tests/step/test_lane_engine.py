@@ -3,10 +3,12 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn, optim
 
 from samestep.comm.base import Alone, Arrival
@@ -807,3 +809,24 @@ def test_without_a_plan_samples_are_counted_in_the_batches():
     ]
     for parameter, expected in zip(model.parameters(), planned, strict=True):
         torch.testing.assert_close(parameter.grad, expected)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_metric_updated_in_the_loss_would_have_the_lanes_of_one_worker(lanes):
+    engine = LaneEngine(Alone(), Config(), lanes, [CPU])
+    metric = torchmetrics.SumMetric()
+
+    def counting(model, batch):
+        metric.update(len(batch))
+        return model(batch).mean()
+
+    model = nn.Linear(3, 1)
+    engine.add(model)
+    batch = Batch(0, range(lanes), [2] * lanes, iter([torch.ones(2, 3)] * lanes))
+    backward = partial(engine.backward, LossSpec(counting, model), batch, model, (0,), dict)
+    if lanes == 1:
+        backward()
+        assert metric.compute() == 2
+        return
+    with pytest.raises(LossError, match="updated loss_fn: metric, a SumMetric"):
+        backward()

@@ -43,12 +43,16 @@ class AttributeCheck:
             if _is_held(reference, roots) and own_dict(value)
         )
         owners = list(islice(inside, MOST_OWNERS))
-        self._owners = [(name, owner, _plain_attributes(owner)) for name, owner in owners]
+        self._owners = [
+            (name, owner, is_own, plain_attributes(owner, is_own=is_own))
+            for name, owner in owners
+            for is_own in [not _is_installed(type(owner))]
+        ]
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the name of each attribute that has changed, its former and its current value."""
-        for name, owner, before in self._owners:
-            after = _plain_attributes(owner)
+        for name, owner, is_own, before in self._owners:
+            after = plain_attributes(owner, is_own=is_own)
             if after == before:
                 continue
             for attribute, value in after.items():
@@ -112,9 +116,11 @@ def refuse_moved(files: Sequence[OpenFile]) -> None:
             )
 
 
-def _plain_attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes of an object that can be compared, as values that do not change."""
-    is_own = not _is_installed(type(owner))
+def plain_attributes(owner: Any, *, is_own: bool = True) -> dict[str, Any]:
+    """Return the attributes of an object that can be compared, as values that do not change.
+
+    Without `is_own`, only public numbers and texts.
+    """
     plain = {
         name: _plain(value, is_own=is_own)
         for name, value in list(own_dict(owner).items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -20,7 +20,13 @@ from samestep.step.across_hosts import choose_exchange
 from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
-from samestep.step.guards import ModelGuard, OptimizerGuard, check_finite, check_same_call
+from samestep.step.guards import (
+    MetricGuard,
+    ModelGuard,
+    OptimizerGuard,
+    check_finite,
+    check_same_call,
+)
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.scaling import scaled
@@ -91,6 +97,7 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
+        self._metrics = MetricGuard()
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self.gpu_clock = GpuClock(self.devices[0])
@@ -170,7 +177,7 @@ class LaneEngine(LaneContext):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             begun = self.gpu_clock.mark()
-            with self.manual.lanes():
+            with self.manual.lanes(), self._watch_metrics(loss):
                 own_gradients = lane_pass.run()  # [subtrees, parameters], each a tensor or None
             computed = self.gpu_clock.mark()
             report = self._report(lane_pass, own_gradients, started)
@@ -205,6 +212,11 @@ class LaneEngine(LaneContext):
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, list(notes))
+
+    def _watch_metrics(self, loss: LossSpec) -> AbstractContextManager[None]:
+        if self.lanes == 1:  # it has all samples, on the only worker
+            return nullcontext()
+        return self._metrics.lanes(loss.embed or loss.fn, loss.model)
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
         """Return copies of the gradients to which this call adds, none if they are clear.
