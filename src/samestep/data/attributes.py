@@ -46,7 +46,7 @@ class AttributeCheck:
         self._owners = [
             (name, owner, is_own, plain_attributes(owner, is_own=is_own))
             for name, owner in owners
-            for is_own in [not _is_installed(type(owner))]
+            for is_own in [not is_installed(type(owner))]
         ]
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
@@ -145,9 +145,15 @@ def _plain(value: Any, *, is_own: bool) -> Any:
     return MISSING
 
 
-def _is_installed(kind: type) -> bool:
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return path.startswith(INSTALLED) or "-packages" in path
+def is_installed(kind: type) -> bool:
+    """Return whether a class is part of Python or of an installed package."""
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ == "builtins" or is_installed_file(getattr(module, "__file__", None))
+
+
+def is_installed_file(path: str | None) -> bool:
+    """Return whether a file of code is part of Python or of an installed package."""
+    return path is not None and (path.startswith(INSTALLED) or "-packages" in path)
 
 
 def _is_held(reference: Reference, roots: Mapping[str, Any]) -> bool:
