@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -157,6 +158,22 @@ def test_items_may_have_weights():
     means = means_of(fn, dataset, count=lambda batch: weight[batch[1]].sum())
     expected = fn(None, (dataset.logits, dataset.labels)).item()
     assert means["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_equal_accuracies_are_equal_numbers():
+    class Right:
+        def __len__(self):
+            return 397
+
+        def __getitem__(self, index):
+            return torch.tensor(index >= 15)
+
+    def accuracies(model, batch):
+        return {"exact": batch, "rounded": batch.float().mean()}
+
+    means = [means_of(accuracies, Right(), batch_size=size) for size in (64, 100, 397)]
+    assert {each["exact"] for each in means} == {382 / 397}
+    assert {each["rounded"] for each in means} != {382 / 397}  # floats are not changed
 
 
 def test_blocks_without_items_do_not_count():
@@ -483,6 +500,37 @@ def test_outputs_are_returned_in_data_set_order(workers):
 def test_outputs_without_one_entry_per_sample_are_refused(output, message):
     with pytest.raises(EvaluationError, match=message):
         outputs_of(output, Scores(37))
+
+
+def padded(model, batch):
+    lengths = batch[1] + 1
+    return {"ids": torch.zeros(len(lengths), int(lengths.max())), "length": lengths}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_outputs_of_unequal_widths_are_refused_at_their_first_block(workers):
+    def body(world):
+        blocks = []
+
+        def fn(model, batch):
+            blocks.append(len(batch[0]))
+            return padded(model, batch)
+
+        dataset = Scores(64)
+        dataset.labels = torch.arange(64) // 8 if world.size == 1 else torch.arange(64) // 32
+        with pytest.raises(EvaluationError) as raised:
+            evaluation(world, dataset).outputs(fn, None)
+        return len(blocks), str(raised.value)
+
+    # the device has its next block; two workers differ only from each other
+    expected_blocks, other = (3, 1) if workers == 1 else (4, 4)
+    for count, message in in_processes(workers, body):
+        assert count == expected_blocks
+        assert re.search(
+            r"got \{'ids': tensor \[samples, 1\], 'length': tensor \[samples\]\} in block 0 and"
+            rf" \{{'ids': tensor \[samples, 2\], .* in block {other}; .* return a list",
+            message,
+        )
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,14 @@ def test_the_order_of_merging_does_not_matter(means, random):
 @example([(5e-324, 1), (5e-324, 2)])
 def test_the_sum_is_rounded_once(means):
     mean = Mean.of(means)
-    assert mean.total == float(sum(Fraction(value * count) for value, count in means))
+    assert mean.total == float(sum(Fraction(total) for total, _ in means))
     assert mean.count == sum(count for _, count in means)
     assert mean.value == mean.total / mean.count
 
 
 def test_a_mean_weighs_by_items():
-    assert Mean.of([(1.0, 3), (5.0, 1)]).value == 2.0
-    assert Mean.of([(7.0, 2)]).value == 7.0
+    assert Mean.of([(3.0, 3), (5.0, 1)]).value == 2.0
+    assert Mean.of([(14.0, 2)]).value == 7.0
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,14 @@ def test_means_are_a_mapping_in_order_of_appearance():
     assert dict(Means([])) == {}
     with pytest.raises(KeyError, match="no lane had items"):
         Means([])["loss"]
+
+
+def test_entries_of_items_are_summed_exactly_and_divided_once():
+    # [right, samples] of two divisions of 397 samples into lanes
+    exact = [
+        Means([LaneResult(n, 0, 1, {"right": entries}) for n, entries in enumerate(division)])
+        for division in ([[97.0, 100.0], [285.0, 297.0]], [[376.0, 391.0], [6.0, 6.0]])
+    ]
+    assert [means["right"] for means in exact] == [382 / 397] * 2
+    of_a_sum = Means([LaneResult(0, 0, 8, {"loss": 4.0, "right": [3.0, 4.0]})], "sum")
+    assert dict(of_a_sum) == {"loss": 0.5, "right": 0.75}

@@ -10,12 +10,10 @@ EPOCHS, BATCH_SIZE, LR = 8, 64, 0.003
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss of a batch, and its accuracy."""
+    """Return the mean loss of a batch, and whether each sample is right."""
     images, labels = batch
     logits = model(images)
-    return F.cross_entropy(logits, labels), {
-        "accuracy": (logits.argmax(1) == labels).float().mean()
-    }
+    return F.cross_entropy(logits, labels), {"accuracy": logits.argmax(1) == labels}
 
 
 def main() -> None:
@@ -48,11 +46,11 @@ def main() -> None:
     torch.save(model.state_dict(), "digits.pt")
 
     model.eval()
-    right = 0.0
+    right = 0
     with torch.no_grad():
         for batch in DataLoader(test_set, BATCH_SIZE):
-            _, means = loss_fn(model, [part.to(device) for part in batch])
-            right += means["accuracy"].item() * len(batch[0])
+            _, scores = loss_fn(model, [part.to(device) for part in batch])
+            right += scores["accuracy"].sum().item()
     print(f"accuracy {right / len(test_set):.2%}")
 
 

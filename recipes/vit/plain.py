@@ -109,7 +109,8 @@ def evaluate(
             with autocast(settings.precision):
                 means = training.score(model, batch)
             for key, value in means.items():
-                sums[key] += value.item() * len(batch[0])  # the last batch may be shorter
+                # the last batch may be shorter
+                sums[key] += value.double().mean().item() * len(batch[0])
         model.train()
         scores |= {f"{name}_{key}": value / len(images.test) for key, value in sums.items()}
     return scores

@@ -24,7 +24,16 @@ from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Means, Metric, as_metric, merged_values, unique
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import Count, LaneResult, LossFn, counted, read_together
+from samestep.step.lane_pass import (
+    Count,
+    LaneResult,
+    LossFn,
+    counted,
+    has_entries,
+    is_empty,
+    read_together,
+    sum_of_entries,
+)
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
@@ -86,13 +95,13 @@ class Evaluation:
             for block, returned in self._outputs(fn, model)
         ]
         values = [value for _, scalars, _ in blocks for value in scalars.values()]
-        # float64 values of the tensors, in the order of `values`
-        read = chain.from_iterable(read_together([value for value in values if _is_tensor(value)]))
+        # float64 values of the tensors, in the order of `values`: [value] or [sum, entries]
+        read = iter(read_together([value for value in values if _is_tensor(value)]))
         own_results = [
             (
                 items,
                 {
-                    name: next(read) if _is_tensor(value) else value
+                    name: _of_json(next(read)) if _is_tensor(value) else value
                     for name, value in scalars.items()
                 },
                 sorted(metrics),  # JSON holds only their names; `merged_values` sends the metrics
@@ -121,10 +130,14 @@ class Evaluation:
         """Return the outputs of all samples in data set order on rank 0, None elsewhere."""
         own_outputs: list[Any] = []  # per block, on the CPU: parts [samples, ...] or lists
         begun: deque[tuple[Block, Callable[[], Any]]] = deque()
+        forms: list[tuple[int, str]] = []  # of the first own block
 
         def end_first() -> None:
             block, end = begun.popleft()
             own_outputs.append(_checked(end(), block))
+            form = (block.number, _form(own_outputs[-1]))
+            _check_forms([*forms, form])
+            forms[:] = forms or [form]
 
         for block, output in self._outputs(fn, model):
             begun.append((block, begin_to_host(output)))
@@ -133,7 +146,8 @@ class Evaluation:
         while begun:
             end_first()
         # All workers compare their data, but only rank 0 gets the outputs.
-        self._check.compare(None, "comparing the data of an evaluation")
+        compared_forms = self._check.compare(forms, "comparing the data of an evaluation")
+        _check_forms([(number, form) for rank in compared_forms for number, form in rank])
         gathered = self._world.gather_object(own_outputs, "gathering outputs of an evaluation")
         return None if gathered is None else _joined(list(chain.from_iterable(gathered)))
 
@@ -191,7 +205,8 @@ class Evaluation:
         scalars, metrics = {}, {}
         for name, value in _named(returned).items():
             if (metric := as_metric(name, value)) is None:
-                scalars[name] = _scalar(name, value)
+                if not is_empty(value):
+                    scalars[name] = _scalar(name, value)
                 continue
             if _RETURNED.get(id(metric)) is metric:
                 raise EvaluationError(
@@ -244,7 +259,13 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _of_json(values: list[float]) -> float | list[float]:
+    return values if len(values) > 1 else values[0]
+
+
 def _scalar(name: str, value: Any) -> Any:
+    if has_entries(value) and name != "loss":  # a lone result without gather=True is a mistake
+        return sum_of_entries(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().clone()
     try:
@@ -252,8 +273,9 @@ def _scalar(name: str, value: Any) -> Any:
     except (RuntimeError, TypeError, ValueError):
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise EvaluationError(
-            f"{name!r} must be a scalar (the mean over the block's samples) or a metric, got "
-            f"{type(value).__name__}{shape}; use gather=True for one output per sample"
+            f"{name!r} must be a scalar (the mean over the block's samples), booleans or integers"
+            f" with an entry per item, or a metric, got {type(value).__name__}{shape}; use"
+            " gather=True for one output per sample"
         ) from None
 
 
@@ -272,6 +294,29 @@ def _checked(output: Any, block: Block) -> Any:
                 f"of length {length}"
             )
     return output
+
+
+def _form(output: Any) -> str:
+    """Describe the containers and shapes of a block's outputs, which all blocks must share."""
+    if isinstance(output, torch.Tensor):
+        return f"tensor [{', '.join(map(str, ['samples', *output.shape[1:]]))}]"
+    if isinstance(output, dict):
+        return f"{{{', '.join(f'{name!r}: {_form(part)}' for name, part in output.items())}}}"
+    if isinstance(output, tuple):
+        return f"({', '.join(map(_form, output))})"
+    return "list"
+
+
+def _check_forms(forms: Sequence[tuple[int, str]]) -> None:
+    """Raise `EvaluationError` if the outputs of two blocks, (number, form), cannot be joined."""
+    for number, form in forms:
+        if form != forms[0][1]:
+            raise EvaluationError(
+                "outputs must have the same shape in every block, except for the number of"
+                f" samples, got {forms[0][1]} in block {forms[0][0]} and {form} in block {number};"
+                " for outputs of unequal lengths, such as generated text, return a list with an"
+                " entry per sample, for example [row[:length] for row, length in zip(ids, lengths)]"
+            )
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -30,10 +30,10 @@ class Mean:
     count: float
 
     @classmethod
-    def of(cls, means: Sequence[tuple[float, float]]) -> Mean:
-        """Merge (mean, count) pairs, in any order, because the sum is rounded once."""
-        total = _exact_sum([mean * count for mean, count in means])
-        return cls(total, math.fsum(count for _, count in means))
+    def of(cls, sums: Sequence[tuple[float, float]]) -> Mean:
+        """Merge (sum, count) pairs, in any order, because their sum is rounded once."""
+        total = _exact_sum([total for total, _ in sums])
+        return cls(total, math.fsum(count for _, count in sums))
 
     @property
     def value(self) -> float:
@@ -96,14 +96,16 @@ class Means(Mapping[str, float]):
         ]
 
     def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
-        pairs = [
-            (result.metrics[name], result.count) for result in results if name in result.metrics
-        ]
-        if not self._sums:
-            return Mean.of(pairs)
+        mean = Mean.of([self._sum(name, result) for result in results if name in result.metrics])
         # without items, the sum itself: an image without boxes also has a loss
-        count = math.fsum(count for _, count in pairs) or 1
-        return Mean(_exact_sum([value for value, _ in pairs]), count)
+        return Mean(mean.total, 1) if self._sums and not mean.count else mean
+
+    def _sum(self, name: str, result: LaneResult) -> tuple[float, float]:
+        """Return the sum of a metric over a lane, and over how many items or entries."""
+        value = result.metrics[name]
+        if isinstance(value, list):  # [sum, entries]
+            return value[0], int(value[1])
+        return value if self._sums else value * result.count, result.count
 
 
 @runtime_checkable

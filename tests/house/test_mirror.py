@@ -28,6 +28,7 @@ ELSEWHERE = {
     "record/sinks/trackers.py": "record/sinks/test_mlflow.py",
     "run/loops.py": "run/test_resume.py",
     "run/mixins.py": "run/test_log.py",
+    "run/observer.py": "tools/test_verify.py",
     "run/process.py": "run/test_system.py",
     "run/progress.py": "run/test_resume.py",
     "run/run.py": "run/test_same_bits.py",

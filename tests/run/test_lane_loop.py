@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
@@ -182,6 +183,14 @@ def own_backward_and_ours(run, model, optimizer, batch):
         batch.backward(loss)
 
 
+def metric_in_a_lane(run, model, optimizer, batch):
+    accuracy = torchmetrics.MeanMetric()
+    for inputs, labels in batch.lanes(model):
+        logits = model(inputs)
+        accuracy.update(logits.argmax(1) == labels)
+        batch.backward(F.cross_entropy(logits, labels))
+
+
 def vector(run, model, optimizer, batch):
     for inputs, _ in batch.lanes(model):
         batch.backward(model(inputs))
@@ -228,6 +237,7 @@ def with_an_unknown_reduction(run, model, optimizer, batch):
         (two_losses, LossError, "was called twice for a lane"),
         (own_backward, LossError, r"instead of loss\.backward"),
         (own_backward_and_ours, LossError, "left a gradient of 'features"),
+        (metric_in_a_lane, LossError, "the body of the loop over lanes updated accuracy"),
         (vector, LossError, "must return a scalar tensor"),
         (nested, LossError, "cannot begin another computation"),
         (step_in_a_lane, OptimizerError, "computes a lane"),

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, distributed, nn
 from torch.autograd import Variable, backward
 
 import samestep as ss
 from samestep.errors import LossError, OptimizerError, WorldError
-from samestep.step.guards import ManualGradients, check_same_call
+from samestep.step.guards import ManualGradients, MetricGuard, check_same_call
 from tests.workers import run_workers
 
 
@@ -87,3 +88,59 @@ def test_collectives_in_a_lane_are_refused():
     expected = [{"torch.distributed.all_reduce"}, {"run.all_gather"}, {"run.barrier"}]
     for workers in (1, 2):
         assert run_workers(body, workers) == [expected] * workers
+
+
+class Average:
+    """A metric of no library."""
+
+    def __init__(self):
+        self.total, self.count = torch.zeros(()), 0
+
+    def update(self, values):
+        self.total += values.sum()
+        self.count += len(values)
+
+    def compute(self):
+        return self.total / self.count
+
+    def reset(self):
+        self.__init__()
+
+
+class Holder(nn.Linear):
+    def __init__(self, metric):
+        super().__init__(1, 1)
+        self.metric = metric
+
+
+@pytest.mark.parametrize("where", ["a closure", "the model"])
+@pytest.mark.parametrize(
+    "make", [Average, torchmetrics.SumMetric, torchmetrics.CatMetric, torchmetrics.MeanMetric]
+)
+def test_a_metric_that_a_loss_function_updates_is_refused(make, where):
+    metric = make()
+    model = Holder(metric if where == "the model" else None)
+
+    def loss_with_a_closure(model, batch):
+        metric.update(batch)
+
+    def loss_with_a_model(model, batch):
+        model.metric.update(batch)
+
+    loss_fn = loss_with_a_closure if where == "a closure" else loss_with_a_model
+    name = "loss_fn: metric" if where == "a closure" else "model.metric"
+    message = f"the loss function updated {name}, a {make.__name__}: .* logits.argmax"
+    guard = MetricGuard()
+    with guard.lanes(loss_fn, model):
+        pass
+    metric.update(torch.ones(3))  # in the body of the loop
+    for _ in range(2):
+        with pytest.raises(LossError, match=message), guard.lanes(loss_fn, model):
+            loss_fn(model, torch.ones(3))
+
+
+def test_values_of_a_metric_may_be_read_in_a_loss():
+    metric = Average()
+    metric.update(torch.ones(3))
+    with MetricGuard().lanes(lambda model, batch: metric.compute(), None):
+        metric.compute()

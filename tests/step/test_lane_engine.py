@@ -3,10 +3,12 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn, optim
 
 from samestep.comm.base import Alone, Arrival
@@ -724,7 +726,7 @@ def test_an_unusable_loss_is_rejected(returned, message):
 def test_losses_and_metrics_may_be_tensors_or_numbers():
     loss = torch.ones(1, requires_grad=True) * 2
     assert split_loss(loss, 0) == (loss, {})
-    _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([True])}), 0)
+    _, metrics = split_loss((loss, {"a": loss, "b": 0.1, "c": 3, "d": torch.tensor([1.0])}), 0)
     assert {name: float(value) for name, value in metrics.items()} == {
         "a": 2.0,
         "b": 0.1,
@@ -732,6 +734,17 @@ def test_losses_and_metrics_may_be_tensors_or_numbers():
         "d": 1.0,
     }
     assert not metrics["a"].requires_grad
+
+
+def test_booleans_and_integers_with_an_entry_per_item_are_summed():
+    loss = torch.ones((), requires_grad=True)
+    right, words = torch.tensor([True, False, True]), torch.tensor([[250, 250]], dtype=torch.uint8)
+    none = right[:0]  # such as that of a lane without masked words
+    _, metrics = split_loss((loss, {"right": right, "words": words, "none": none}), 0)
+    assert {name: value.tolist() for name, value in metrics.items()} == {
+        "right": [2.0, 3.0],
+        "words": [500.0, 2.0],
+    }
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -796,3 +809,24 @@ def test_without_a_plan_samples_are_counted_in_the_batches():
     ]
     for parameter, expected in zip(model.parameters(), planned, strict=True):
         torch.testing.assert_close(parameter.grad, expected)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_metric_updated_in_the_loss_would_have_the_lanes_of_one_worker(lanes):
+    engine = LaneEngine(Alone(), Config(), lanes, [CPU])
+    metric = torchmetrics.SumMetric()
+
+    def counting(model, batch):
+        metric.update(len(batch))
+        return model(batch).mean()
+
+    model = nn.Linear(3, 1)
+    engine.add(model)
+    batch = Batch(0, range(lanes), [2] * lanes, iter([torch.ones(2, 3)] * lanes))
+    backward = partial(engine.backward, LossSpec(counting, model), batch, model, (0,), dict)
+    if lanes == 1:
+        backward()
+        assert metric.compute() == 2
+        return
+    with pytest.raises(LossError, match="updated loss_fn: metric, a SumMetric"):
+        backward()

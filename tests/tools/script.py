@@ -22,6 +22,16 @@ class Counter(nn.Linear):
         return super().forward(inputs * self.calls)
 
 
+class Counting(TensorDataset):
+    """A data set that returns its samples in the order of calls."""
+
+    calls = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        return super().__getitem__(self.calls % len(self))
+
+
 def build(way: str) -> nn.Module:
     """Return the model for points [n, 64]."""
     if way == "counts calls":
@@ -38,17 +48,26 @@ def train(run: ss.Run, way: str) -> None:
 
     def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         generator = unseeded if way == "unseeded" else None
+        seen.append(batch[0].sum().item())
         points = batch[0] + torch.rand(64, generator=generator)
         return F.cross_entropy(model(points), points.long()[:, 0].clamp(0, 9))
 
-    points = TensorDataset(torch.randn(20, 64, generator=torch.Generator().manual_seed(1)))
+    seen: list[float] = []
+    steps_taken = 0
+    kind = Counting if way == "counts loads" else TensorDataset
+    points = kind(torch.randn(20, 64, generator=torch.Generator().manual_seed(1)))
     model = run.replicate(EARLY or build(way))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if way != "untracked":
         run.track(model=model, optimizer=optimizer)
     steps = 2 if way == "ends early" and run.world_size > 1 else 9
     for batch in run.batches(points, 8, steps=steps):
-        run.log(run.backward(loss_fn, model, batch))
+        means = run.backward(loss_fn, model, batch)
+        run.log(means, **({"seen": sum(seen)} if way == "logs its lanes" else {}))
+        seen.clear()
+        if way == "counts steps":
+            steps_taken += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / steps_taken
         if way == "depends on the rank" and run.step == 1 and run.rank == 1:
             model.weight.grad.mul_(2)
         if way == "fails" and run.step == 1:

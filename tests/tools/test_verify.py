@@ -39,7 +39,7 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
     assert [len(hashes) for _, *hashes in table] == [4] * 5
     assert len({hashes[0] for _, *hashes in table}) == 5
     assert "4 lanes" in printed
-    runs = "n=1, n=2, n=1x2, n=1x2, worker 0 killed, n=1 from step [0-3]"
+    runs = "n=1, n=2, n=1x2, n=1x2, killed after step 1, n=1, killed after step 3, n=1x2"
     assert re.search(f"the same at every step: {runs}", printed)
 
 
@@ -83,6 +83,27 @@ def test_a_faulty_script_fails_at_its_first_difference(way, first, cause, verify
     assert status == 1
     assert f"DIFFERENT, first at {first}" in printed
     assert cause in printed
+
+
+def test_what_starts_over_after_a_kill_is_named(verify):
+    status, printed = verify("--steps", "3", "--kill", way="counts steps")
+    assert status == 1
+    assert "differs between n=1 and n=2, killed after step 1, n=1" in printed
+    assert re.search(r"Likely cause: steps_taken.*: not tracked, so it starts over", printed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("logs its lanes", "'logged seen' .*Usual cause: the script computed the value on rank 0"),
+        ("counts loads", "Likely cause: two loads of an index from the data set Counting give"),
+    ],
+)
+def test_faults_of_data_and_logs_have_their_own_cause(way, cause, verify):
+    status, printed = verify("--steps", "2", way=way)
+    assert status == 1
+    assert re.search(cause, printed, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ class DataCheck:
             if len(set(sizes.values())) > 1:
                 self._raise(f"the data set of {where}", sizes)
             # all workers find the same, so all of them reload
-            if _difference([entry["samples"] for entry in entries.values()]) is not None:
+            if differs([entry["samples"] for entry in entries.values()]) is not None:
                 own_entry = notes[self._rank].get(name)
                 loads = [] if own_entry is None else [own_entry["samples"], *reloads[name](LOADS)]
                 self._confirm(where, first["indices"], loads)
@@ -177,7 +177,7 @@ class DataCheck:
         own_samples = [_steady(sample_loads) for sample_loads in zip(*loads, strict=False)]
         gathered = self._gather(own_samples, "comparing samples")
         steady = {rank: samples for rank, samples in enumerate(gathered) if samples}
-        difference = _difference(list(steady.values()))
+        difference = differs(list(steady.values()))
         if difference is not None:
             number, part = difference
             parts = {rank: samples[number] or {} for rank, samples in steady.items()}
@@ -340,7 +340,7 @@ def _steady(loads: Sequence[Sample]) -> Sample:
     }
 
 
-def _difference(workers: Sequence[Sequence[Sample]]) -> tuple[int, str] | None:
+def differs(workers: Sequence[Sequence[Sample]]) -> tuple[int, str] | None:
     """Return the number of the first sample in which workers differ, and the part."""
     for number, samples in enumerate(zip(*workers, strict=False)):
         loaded = [sample for sample in samples if sample is not None]

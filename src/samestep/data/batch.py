@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from itertools import count
 from numbers import Number
 from opcode import opmap
+from types import FrameType
 from typing import Any, Final, Literal, NamedTuple, TypeVar, overload
 from weakref import ReferenceType, ref
 
@@ -36,8 +37,15 @@ NO_LANE: Final = (
 )
 
 
-# of a batch, modules, count and reduction
+# of a batch, modules, count, reduction and the variables of the loop's body
 BeginLanes = Callable[..., Generator[Any, Any, Any]]
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables that the code of a frame uses, by name."""
+    names, code = {**frame.f_globals, **frame.f_locals}, frame.f_code
+    used = code.co_names + code.co_varnames + code.co_cellvars + code.co_freevars
+    return {name: names[name] for name in used if name in names}
 
 
 class Incomplete(NamedTuple):
@@ -108,7 +116,9 @@ class Batch:
         if self._begin is None:
             raise DataError("batch.lanes needs a batch of a loop over run.batches or run.streams")
         self._means = None
-        loop = LaneLoop(self._begin(self, modules, count, reduction), self._end_lanes)
+        variables = _variables(sys._getframe(1))  # noqa: SLF001 (there is no public way)
+        steps = self._begin(self, modules, count, reduction, variables)
+        loop = LaneLoop(steps, self._end_lanes)
         self._loop = ref(loop)
         return loop
 

@@ -54,7 +54,7 @@ _PLAIN: Final = (
 )  # fmt: skip
 _METHODS: Final = ("set_random_seed", "set_random_state")  # of albumentations, MONAI
 _OPAQUE: Final = {*sys.stdlib_module_names, "samestep"}  # modules of objects with own attributes
-_INSTALLED: Final = (str(Path(os.__file__).parent), "<frozen")
+INSTALLED: Final = (str(Path(os.__file__).parent), "<frozen")
 
 
 class Reference(NamedTuple):
@@ -150,8 +150,21 @@ def find(**roots: Any) -> list[Reference]:
     The global generators of Python, NumPy and torch are left out. A generator may have several
     references, because any of them may get another generator later.
     """
+    return [
+        reference
+        for reference, value, parts in walk(**roots)
+        if isinstance(value, KINDS)
+        or (seed_method(value) and not any(isinstance(part.value(), KINDS) for part in parts))
+    ]
+
+
+def walk(**roots: Any) -> Iterator[tuple[Reference, Any, list[Reference]]]:
+    """Yield (reference, object, references to its parts) of what the roots reach, breadth first.
+
+    Generators may come more than once, and have no parts; the global ones are left out.
+    """
     shared = _global_generators()
-    references, seen = [], {}  # holds objects, because the id of a freed one may be used again
+    seen = {}  # holds objects, because the id of a freed one may be used again
     queue = deque(Reference(name, getitem, roots, name) for name in roots)
     for _ in range(MOST_OBJECTS):
         if not queue:
@@ -161,16 +174,14 @@ def find(**roots: Any) -> list[Reference]:
         if isinstance(value, _PLAIN) or id(value) in shared:
             continue
         if isinstance(value, KINDS):
-            references.append(reference)
+            yield reference, value, []
             continue
         if id(value) in seen:
             continue
         seen[id(value)] = value
         parts = list(_parts(reference.name, value)) if len(queue) < MOST_OBJECTS else []
         queue += parts
-        if seed_method(value) and not any(isinstance(part.value(), KINDS) for part in parts):
-            references.append(reference)
-    return references
+        yield reference, value, parts
 
 
 def find_tensors(**roots: Any) -> list[Reference]:
@@ -306,7 +317,7 @@ def _attributes(name: str, value: Any) -> Iterator[Reference]:
         children = submodules_in(value)
         for child in children:
             yield Reference(f"{name}.{child}", getitem, children, child)
-    attributes = _own_dict(value)
+    attributes = own_dict(value)
     for attribute in islice(attributes, MOST_ENTRIES):
         yield Reference(f"{name}.{attribute}", getitem, attributes, attribute)
     for kind in type(value).__mro__:
@@ -320,7 +331,8 @@ def _attributes(name: str, value: Any) -> Iterator[Reference]:
                 yield from _function_parts(f"{name}.{attribute}", member)
 
 
-def _own_dict(value: Any) -> dict[str, Any]:
+def own_dict(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object itself, without its class's `__getattr__`."""
     try:
         attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -331,7 +343,7 @@ def _own_dict(value: Any) -> dict[str, Any]:
 def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
     """Yield what a function of the user, not of a package, can reach."""
     code = function.__code__
-    if code.co_filename.startswith(_INSTALLED) or "-packages" in code.co_filename:
+    if code.co_filename.startswith(INSTALLED) or "-packages" in code.co_filename:
         return
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if free != "__class__":

@@ -26,9 +26,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from samestep.data.agreement import DataCheck, Sample, Use, digest
+from samestep.data.agreement import DataCheck, Sample, Use, differs, digest
+from samestep.data.attributes import AttributeCheck, OpenFile, open_files, refuse_moved
 from samestep.data.batch import Batch, Incomplete
-from samestep.data.generators import ForeignGenerators
+from samestep.data.generators import ForeignGenerators, is_observed, observe
 from samestep.data.plan import Plan
 from samestep.data.random_state import key
 from samestep.errors import DataError, LoaderError
@@ -38,6 +39,7 @@ from samestep.torch_internals import end_loader_processes, loader_processes
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_SECONDS: Final = 1.0  # for a killed process to be reaped
 SHOWN_INDICES: Final = 16
+LOADERS: Final = "SAMESTEP_INTERNAL_LOADERS"  # number of loader processes; set by samestep verify
 COMPARE_SECONDS: Final = 1.0  # for each load of the samples that workers compare
 
 
@@ -86,11 +88,18 @@ class Fetcher(Dataset[Any]):
     location and the original traceback; in a loader process, returns it as a `Failure`.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        shared_files: Sequence[OpenFile] = (),
+    ) -> None:
+        """`shared_files` are open when processes that use this are started."""
+        self.dataset, self._shared_files = dataset, shared_files
         self.collate_fn = collate_fn or default_collate
         self._generators = ForeignGenerators(dataset=dataset, collate_fn=self.collate_fn)
         self._tensors = dataset.tensors if collate_fn is None and _is_tensors(dataset) else None
+        self._observes = is_observed() and self._tensors is None
 
     def __getitem__(self, request: Request) -> Any:
         if request.compared_loads:
@@ -99,7 +108,12 @@ class Fetcher(Dataset[Any]):
             if self._tensors is not None:  # no random draws
                 indices = torch.tensor(request.indices, dtype=torch.int64)
                 return [tensor.index_select(0, indices) for tensor in self._tensors]
-            return self._generators.draw(request.key, lambda: self._collated(request))
+            if self._observes:
+                self._observe_loads(request)
+            try:
+                return self._generators.draw(request.key, lambda: self._collated(request))
+            finally:  # also after an error, which wrong bytes may have caused
+                refuse_moved(self._shared_files)
         except Exception as error:
             first_indices = ", ".join(map(str, request.indices[:SHOWN_INDICES]))
             more = ", …" if len(request.indices) > SHOWN_INDICES else ""
@@ -133,6 +147,14 @@ class Fetcher(Dataset[Any]):
                         )
                 loads[-1].append(sample)
         return loads
+
+    def _observe_loads(self, request: Request) -> None:
+        """Tell `samestep verify` once if samples depend on more than their index and the seed."""
+        self._observes = False
+        # not the first load, which may create what later ones use
+        loads = self._digests(request._replace(compared_loads=3))[1:]
+        if differs(loads) is not None:
+            observe(kind="sample", name=type(self.dataset).__name__)
 
     def _digest(self, request: Request) -> Sample:
         return digest(*self._samples(request))
@@ -198,10 +220,15 @@ def load(
     `loader_workers` processes fetch `ahead` requests ahead, and at least two each. Raises
     `LoaderError` if fetching fails or a loader process dies.
     """
-    fetcher = Fetcher(dataset, collate_fn)
+    if is_observed():  # `samestep verify` compares 0 and 2 loader processes
+        observe(kind="loaders", count=loader_workers)
+        loader_workers = int(os.environ.get(LOADERS, loader_workers))
+    roots = {"dataset": dataset, "collate_fn": collate_fn}
+    fetcher = Fetcher(dataset, collate_fn, open_files(**roots) if loader_workers > 0 else ())
     if loader_workers == 0 and not pin_memory:
         yield from (fetcher[request] for request in requests)
         return
+    attributes = AttributeCheck(**roots) if loader_workers > 0 else None
     if loader_workers > 0:
         use_socket_folder()
     loader = DataLoader(
@@ -221,6 +248,8 @@ def load(
             if isinstance(batch, Failure):
                 batch.raise_error()
             yield batch
+            if attributes is not None:  # the script went on, and needs another batch
+                attributes.refuse_changes()
     except (RuntimeError, OSError, EOFError) as error:  # a data set's errors are LoaderErrors
         reason = str(error).partition("\n")[0]
         raise LoaderError(

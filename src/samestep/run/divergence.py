@@ -236,6 +236,8 @@ class LaneObserver:
             }
             sums = checksums(states)
             observe(kind="tensors", step=seed[0], call=seed[1:], rank=self._rank, checksums=sums)
+            buffers = {name for module in self._modules for name, _ in module.named_buffers()}
+            observe(kind="buffers", names=sorted(buffers))
         before = self._generators(loss)
         # What this changes is seeded before each lane, so its later changes do no harm. All other
         # generators keep state that stays on this worker.
@@ -255,7 +257,7 @@ class LaneObserver:
             place.name: place.value() for place in find(loss_fn=loss.fn, model=loss.model)
         }
         return {
-            name: _summary(get_state(generator))
+            name: summary(get_state(generator))
             for name, generator in generators.items()
             if isinstance(generator, KINDS) and can_seed(generator)
         }
@@ -268,11 +270,11 @@ class LaneObserver:
                 where = ".".join(part for part in (type(root).__name__, path) if part)
                 for attribute, value in vars(module).items():
                     if attribute not in OWN_ATTRIBUTES:
-                        summaries[f"{where}.{attribute}"] = _summary(value)
+                        summaries[f"{where}.{attribute}"] = summary(value)
         return summaries
 
 
-def _summary(value: Any) -> str:
+def summary(value: Any) -> str:
     """Return a checksum of the numbers, texts and tensors in an object, to find changes."""
     summaries: list[str] = []
     queue = deque([value])

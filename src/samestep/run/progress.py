@@ -18,6 +18,7 @@ from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, NonFiniteLossError, SnapshotError
 from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
+from samestep.run.observer import StepObserver
 from samestep.run.process import StopRequest, announce
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
@@ -109,6 +110,9 @@ class Progress:
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
         self._data_check = data_check
+        # of `samestep verify`
+        observes, rank = is_observed(), lanes.world.rank
+        self._observer = StepObserver(rank, config.dir) if observes else None
         self._current: CurrentStep | None = None
         self._optimizer_seconds = 0.0
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
@@ -186,8 +190,10 @@ class Progress:
             self._has_ended = False
             if self.is_main:
                 announce(TRAINS_ON.format(self.step))
-        if self.step == 0 and is_observed():
-            self._take_snapshot()  # samestep verify also compares the state before the first step
+        if self._observer is not None:
+            if self.step == 0:
+                self._take_snapshot()  # it also compares the state before the first step
+            self._observer.begin_step(self.step)
         self.epoch = batch.epoch
         self._measured = self._measured or (time.monotonic(), self.status.waited)
         self._current = CurrentStep(batch, complete)
@@ -282,7 +288,7 @@ class Progress:
     def finish(self) -> None:
         """End all loops, now or after the current step, and take a snapshot that says so."""
         self.finished = self._finish_is_new = True
-        self.snapshot(None)
+        self.snapshot(None, now=False)
 
     def best_snapshot(self, load: Callable[[], Snapshot]) -> Snapshot:
         """Save the current state, so that what is loaded is not saved as a later one, and load."""

@@ -372,7 +372,8 @@ class Run(Collectives, Recording):
 
         Args:
             loss_fn: Called once per lane as `loss_fn(model, lane_batch)`. Returns a scalar loss,
-                the mean over the lane's items, or (loss, dict of scalars).
+                the mean over the lane's items, or (loss, dict of scalars). A boolean or integer
+                tensor in the dict has an entry per item; its mean over all lanes is exact.
             model: First argument of `loss_fn`.
             batch: Batch of a loop.
             update: Module whose parameters get gradients; default: `model`.
@@ -437,6 +438,7 @@ class Run(Collectives, Recording):
         modules: tuple[torch.nn.Module, ...],
         count: Count | None,
         reduction: Reduction,
+        variables: Mapping[str, Any],
     ) -> LaneSteps[Means]:
         """Return the computation of a gradient from losses of the body of a loop."""
         for module in modules or [None]:
@@ -449,7 +451,8 @@ class Run(Collectives, Recording):
         update = modules[0]
         if len(modules) > 1:
             update = self._joined.setdefault(tuple(map(id, modules)), torch.nn.ModuleList(modules))
-        return self._steps(LossSpec(None, update, count, reduction), batch, update)
+        loss = LossSpec(None, update, count, reduction, body=variables)
+        return self._steps(loss, batch, update)
 
     def _steps(self, loss: LossSpec, batch: Batch, update: torch.nn.Module) -> LaneSteps[Means]:
         progress = self._progress
@@ -528,8 +531,9 @@ class Run(Collectives, Recording):
 
         Args:
             fn: Called once per block as `fn(model, batch)`. Returns what a loss function returns,
-                or a dict of scalars (means over the block) and new metrics (`Metric` objects or
-                torchmetrics objects), which are merged.
+                or a dict of scalars (means over the block), boolean or integer tensors with an
+                entry per item, and new metrics (`Metric` objects or torchmetrics objects), which
+                are merged.
             model: First argument of `fn`.
             dataset: Map-style data set.
             batch_size: Samples per block.

@@ -11,7 +11,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import eq, is_
 from typing import Any, Final, NoReturn
@@ -23,6 +23,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from samestep.comm.watchdog import is_users
+from samestep.data.attributes import plain_attributes
+from samestep.data.generators import own_dict, walk
 from samestep.errors import (
     DataError,
     LossError,
@@ -49,6 +51,7 @@ from samestep.torch_internals import (
 )
 
 REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
+NO_VARIABLES: Final[Mapping[str, Any]] = {}
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
@@ -430,6 +433,59 @@ class ModelGuard:
             f" {parameter.dtype} on {parameter.device}; convert a model before run.replicate, which"
             " also moves it to the worker's devices, or convert a copy of it"
         )
+
+
+class MetricGuard:
+    """Refuses metric objects that a loss function updates, such as those of torchmetrics.
+
+    Each worker's object would have the samples of its own lanes, and rank 0 would log its part.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: dict[Any, list[tuple[str, Any]]] = {}  # by the code of a loss function
+
+    @contextmanager
+    def lanes(
+        self, loss_fn: Any, model: Any, body: Mapping[str, Any] = NO_VARIABLES
+    ) -> Iterator[None]:
+        """Raise `LossError` if the block updates a metric that the function or model reaches.
+
+        Or one of the variables of a loop's body.
+        """
+        code = getattr(loss_fn, "__code__", loss_fn)
+        if code not in self._metrics:
+            self._metrics[code] = [
+                (reference.name, value)
+                for reference, value, _ in walk(loss_fn=loss_fn, model=model)
+                if is_metric(value)
+            ]
+        metrics = self._metrics[code] + [pair for pair in body.items() if is_metric(pair[1])]
+        before = [_state_of(metric) for _, metric in metrics]
+        yield
+        for (name, metric), state in zip(metrics, before, strict=True):
+            if _state_of(metric) != state:
+                raise LossError(
+                    f"{'the body of the loop over lanes' if body else 'the loss function'} updated"
+                    f" {name}, a {type(metric).__name__}: each worker's"
+                    " would hold the samples of its own lanes, so that its value would depend on"
+                    " the number of workers. Return an entry per item, for example (loss,"
+                    ' {"accuracy": logits.argmax(1) == labels}), or a value of a function without a'
+                    " state, such as those of torchmetrics.functional; run.evaluate merges metrics"
+                )
+
+
+def is_metric(value: Any) -> bool:
+    """Return whether an object accumulates a metric: torchmetrics, torcheval, ignite, or alike."""
+    methods = ("update", "compute"), ("reset", "merge", "merge_state")
+    required, any_of = (
+        [callable(getattr(type(value), m, None)) for m in names] for names in methods
+    )
+    return all(required) and any(any_of)
+
+
+def _state_of(metric: Any) -> tuple[Any, ...]:
+    lengths = [len(value) for value in own_dict(metric).values() if isinstance(value, list)]
+    return plain_attributes(metric), lengths
 
 
 def refuse_unless_zero(gradient: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.guards import (
+    MetricGuard,
     ModelGuard,
     OptimizerGuard,
     check_divisors,
@@ -105,6 +106,7 @@ class LaneEngine(LaneContext):
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
         self._state = LaneState(self.models.modules, self.config.check_every)
+        self._metrics = MetricGuard()
         if self.lanes > 1:
             self.watch = self._state.lane
         self.compute_seconds = 0.0
@@ -197,7 +199,8 @@ class LaneEngine(LaneContext):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             begun = self.gpu_clock.mark()
-            with self.manual.lanes(), self._watched(loss, seed[0]):
+            # a metric has an error of its own, so its tensors are compared first
+            with self.manual.lanes(), self._watched(loss, seed[0]), self._watch_metrics(loss):
                 # [subtrees, parameters], each a tensor or None
                 own_gradients = yield from lane_pass.run()
             computed = self.gpu_clock.mark()
@@ -244,6 +247,11 @@ class LaneEngine(LaneContext):
         if self.lanes == 1:
             return nullcontext()
         return self._state.lanes(step, loss_fn=loss.fn, embed=loss.embed, model=loss.model)
+
+    def _watch_metrics(self, loss: LossSpec) -> AbstractContextManager[None]:
+        if self.lanes == 1:  # it has all samples, on the only worker
+            return nullcontext()
+        return self._metrics.lanes(loss.embed or loss.fn, loss.model, loss.body)
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
         """Return copies of the gradients to which this call adds, none if they are clear.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, Literal
@@ -42,9 +42,9 @@ DIVISOR: Final = "divisor of the mean"  # no user's metric has this name
 class LossSpec:
     """The loss of a lane: a mean over its items, or a sum to divide by the items of all lanes.
 
-    Without `fn`, the body of a loop over `batch.lanes` computes it. `count` counts the items of a
-    lane batch (default: its samples, as `samples_in` counts them). With `embed`, it is the loss of
-    what `embed` returns for all lanes.
+    Without `fn`, the body of a loop over `batch.lanes` computes it, with the variables `body`.
+    `count` counts the items of a lane batch (default: its samples, as `samples_in` counts them).
+    With `embed`, it is the loss of what `embed` returns for all lanes.
     """
 
     fn: LossFn | None
@@ -52,16 +52,20 @@ class LossSpec:
     count: Count | None = None
     reduction: Reduction = "mean"
     embed: LossFn | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LaneResult:
-    """The items of one lane (or block of an evaluation) and the mean, or sum, of each metric."""
+    """The items of one lane (or block of an evaluation) and the mean, or sum, of each metric.
+
+    Of a metric with an entry per item, it has [sum, entries] instead, as `sum_of_entries` does.
+    """
 
     lane: int
     rank: int
     count: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
 
 
 @dataclass
@@ -214,7 +218,7 @@ class LanePass:
         buffers.end_lanes(self._copies.of)
         self._copies.wait()  # for all forward passes, but not for the last backward
         results = [
-            (lane, count, {name: float(value.double()) for name, value in metrics.items()})
+            (lane, count, {name: value.double().tolist() for name, value in metrics.items()})
             for lane, count, metrics in self._results
         ]
         # per subtree; a parameter is missing only if no subtree has it
@@ -364,7 +368,9 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
             "the loss function must return (loss, dict of scalars by name), got"
             f" {type(metrics).__name__} instead of the dict"
         )
-    return loss, {name: _detached(name, value) for name, value in metrics.items()}
+    return loss, {
+        name: _detached(name, value) for name, value in metrics.items() if not is_empty(value)
+    }
 
 
 def _kind(value: Any) -> str:
@@ -372,13 +378,35 @@ def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
 
 
+def has_entries(value: Any) -> bool:
+    """Return whether a metric is a boolean or integer tensor with an entry per item."""
+    is_tensor = isinstance(value, Tensor) and value.ndim > 0
+    return is_tensor and not (value.is_floating_point() or value.is_complex())
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a metric has no entry, such as the accuracy of a lane without masked words."""
+    return has_entries(value) and value.numel() == 0
+
+
+def sum_of_entries(value: Tensor) -> Tensor:
+    """Return the sum and the number of entries, float64 [2], exact below 2**53.
+
+    A float32 mean is rounded in each lane, so that 382 right of 397 would not be one number.
+    """
+    total = value.sum(dtype=torch.int64).double()
+    return torch.stack([total, torch.full_like(total, value.numel())])
+
+
 def _detached(name: str, value: Any) -> Tensor:
+    if has_entries(value):
+        return sum_of_entries(value)
     with suppress(TypeError, ValueError):
         if not isinstance(value, Tensor):
             return torch.tensor(float(value), dtype=torch.float64)
         if value.numel() == 1:
-            return value.detach()
-    advice = "return the mean over the lane's items"
+            return value.detach().reshape(())
+    advice = "return the mean over the lane's items, or an entry per item as booleans or integers"
     raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
 
 

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import cycle, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
 from samestep.data.generators import OBSERVED
+from samestep.data.loader import LOADERS
 from samestep.errors import RecordError, VerifyError
+from samestep.run.observer import KILL
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
 from samestep.tools import first_failure, read_run, started
+from samestep.tools.causes import (
+    LOGGED,
+    METRIC,
+    OBSERVED_KINDS,
+    Between,
+    Observation,
+    Values,
+    starting_over,
+)
 
 OBSERVED_FOLDER: Final = "observed"
-KILL_ATTEMPTS: Final = 5
-POLL_SECONDS: Final = 0.002
-
-
-class Observation(NamedTuple):
-    """A likely cause of differences from `step` on, seen while the script ran."""
-
-    step: int
-    text: str
 
 
 class RunSize(NamedTuple):
@@ -47,104 +47,144 @@ class RunSize(NamedTuple):
         return str(self.workers) if self.devices == 1 else f"{self.workers}x{self.devices}"
 
 
-FOUND: Final = {
-    "generator": "a lane draws from the generator {}, which samestep does not seed; seed it with "
-    "run.on_lane_seed",
-    "unseeded": "data is drawn with the generator {}, which samestep cannot seed, or which did "
-    "not exist before the first draw; use one of Python, NumPy or torch, created with a seed",
-    "attribute": "a lane changes the attribute {}, which stays on its worker; if results depend on "
-    "it, make it a buffer (register_buffer) or compute it from the batch",
-}
-TENSORS: Final = (
-    "{} differs {} after step {}; it was changed by code that runs on only some workers, such as a "
-    "forward pass in training mode or other gradients on rank 0"
-)
-
-
 @dataclass(frozen=True)
 class StepTrace:
-    """The hashes of a completed step by name: metrics, tensors, and all other tracked state."""
+    """The hashes of a completed step by name: metrics, tensors, other state, logged scalars.
+
+    `loops` has the steps of each loop, in total and in its current epoch.
+    """
 
     step: int
     hashes: Mapping[str, str]
+    loops: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Return one short hash of everything."""
         return _hash(json.dumps(sorted(self.hashes.items())).encode())[:12]
 
-    def first_difference(self, other: StepTrace) -> str | None:
-        """Return the first name with different hashes: metrics first, then tensors in order."""
+    def differing(self, other: StepTrace) -> list[str]:
+        """Return the names with different hashes, in order."""
         ours, theirs = self.hashes, other.hashes
         names = dict.fromkeys([*ours, *theirs])
-        return next((name for name in names if ours.get(name) != theirs.get(name)), None)
+        return [name for name in names if ours.get(name) != theirs.get(name)]
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """The traces of a run, and how it differs from the others (`Difference.between`).
+
+    `lost` has the variables that started over when the run was resumed, by the step of the kill.
+    """
+
+    title: str
+    steps: Sequence[StepTrace]
+    between: Between = "workers"
+    lost: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
 class ScriptTracer:
     """Runs a script in new directories, and traces each step.
 
-    If `lanes` is None, the first run sets the lanes of all runs.
+    If `lanes` is None, the first run sets the lanes of all runs. Observations are those of all runs
+    that were not killed.
     """
 
     def __init__(self, command: Sequence[str], steps: int, lanes: int | None) -> None:
         self.lanes = lanes
-        self.observations: list[Observation] = []  # of all runs
+        self.observations: list[Observation] = []
+        self.buffers: set[str] = set()
+        self.loaders: int | None = None  # the largest number of loader processes of a loop
+        self._variables: dict[str, dict[int, Values]] = {}  # by size and step
         self._command, self._steps = list(command), steps
 
-    def run(self, size: RunSize) -> list[StepTrace]:
-        """Run the script to the end. Raises `VerifyError`, and `RecordError` if it is no run."""
+    def run(self, size: RunSize, loaders: int | None = None) -> RunTrace:
+        """Run the script to the end. Raises `VerifyError`, and `RecordError` if it is no run.
+
+        With `loaders`, all loops have this number of loader processes.
+        """
         with TemporaryDirectory(prefix="samestep-verify-") as name:
-            directory = Path(name)
-            lanes = self._finish(size, directory, "never")["lanes"]
+            directory, title = Path(name), f"n={size}"
+            environment = {} if loaders is None else {LOADERS: str(loaders)}
+            lanes = self._finish(size, directory, "never", environment)["lanes"]
             if self.lanes not in {None, lanes}:
                 counts = f"{self.lanes} and {lanes}; set it in the script or with --lanes"
                 raise VerifyError(f"all runs must have the same number of lanes, got {counts}")
             self.lanes = lanes
-            self.observations += read_observations(directory, f"n={size}")
-            return read_traces(directory)
+            entries = read_entries(directory)
+            self.observations += observations_of(entries, title)
+            for entry in entries:
+                if entry["kind"] == "loaders":
+                    self.loaders = max(self.loaders or 0, entry["count"])
+                if entry["kind"] == "buffers":
+                    self.buffers.update(entry["names"])
+            self._variables[str(size)] = {
+                entry["step"]: entry["values"] for entry in entries if entry["kind"] == "state"
+            }
+            if loaders is not None:
+                title += f", loader_workers={loaders}"
+            return RunTrace(
+                title, read_traces(directory), "workers" if loaders is None else "loaders"
+            )
 
-    def run_with_kill(
-        self, size: RunSize, size_after: RunSize, draw: random.Random
-    ) -> tuple[str, list[StepTrace]]:
-        """Kill a random worker after a random step, resume at `size_after`; return title, trace."""
-        for _ in range(KILL_ATTEMPTS):
-            step, rank = draw.randint(1, self._steps - 1), draw.randrange(size.workers)
-            with TemporaryDirectory(prefix="samestep-verify-") as name:
-                directory = Path(name)
-                if not self._run_until_killed(size, directory, step, rank):
-                    continue
-                resumed_at = self._finish(size_after, directory, "auto")["step"]
-                title = f"n={size}, worker {rank} killed, n={size_after} from step {resumed_at}"
-                return title, read_traces(directory)
-        times = f"{KILL_ATTEMPTS} times"
-        raise VerifyError(f"the run ended {times} before a worker was killed; increase --steps")
+    def run_with_kills(
+        self, sizes: Sequence[RunSize], steps: Sequence[int], draw: random.Random
+    ) -> RunTrace:
+        """Kill a random worker after each step, and resume at the next of the sizes in turn."""
+        turns = cycle(sizes)
+        with TemporaryDirectory(prefix="samestep-verify-") as name:
+            directory, size, resume = Path(name), next(turns), "never"
+            title, size_after = f"n={size}", {}
+            for step in steps:
+                rank = draw.randrange(size.workers)
+                if not self._run_until_killed(size, directory, resume, step, rank):
+                    break  # it has fewer steps now, which the report will say
+                size, resume = next(turns), "auto"
+                size_after[step] = str(size)
+                title += f", killed after step {step}, n={size}"
+            else:
+                self._finish(size, directory, resume)
+            lost = {
+                entry["step"]: starting_over(
+                    self._variables, size_after[entry["step"]], entry["step"], entry["values"]
+                )
+                for entry in read_entries(directory)
+                if entry["kind"] == "state" and entry["is_first"] and entry["step"] in size_after
+            }
+            return RunTrace(title, read_traces(directory), "resume", lost)
 
-    def _run_until_killed(self, size: RunSize, directory: Path, step: int, rank: int) -> bool:
-        """Kill a worker once the snapshot of `step` exists; return whether the run then failed."""
-        with self._start(size, directory, "never") as process:
-            while process.poll() is None and not any(
-                path.name == f"step-{step:08d}" for path in list_snapshots(directory)
-            ):
-                time.sleep(POLL_SECONDS)
-            if process.poll() is None:
-                workers = _start_event(directory)["workers"]
-                pids = {worker["rank"]: worker["pid"] for worker in workers}
-                try:
-                    os.kill(pids[rank], signal.SIGKILL)
-                except ProcessLookupError:
-                    return False
-        return process.returncode != 0
+    def _run_until_killed(
+        self, size: RunSize, directory: Path, resume: str, step: int, rank: int
+    ) -> bool:
+        """Return whether a worker was killed after a step; False if the run ended before."""
+        with self._start(size, directory, resume, {KILL: f"{step} {rank}"}) as process:
+            status = process.wait()
+        kills = [entry["step"] for entry in read_entries(directory) if entry["kind"] == "killed"]
+        if step not in kills and status != 0:
+            self._raise_failure(size, directory, status)
+        return step in kills
 
-    def _finish(self, size: RunSize, directory: Path, resume: str) -> dict[str, Any]:
+    def _finish(
+        self,
+        size: RunSize,
+        directory: Path,
+        resume: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """Run the script to the end; return the event that the run started with."""
-        with self._start(size, directory, resume) as process:
+        with self._start(size, directory, resume, environment or {}) as process:
             status = process.wait()
         if status != 0:
-            failed = f"the script failed at n={size} with status {status}"
-            raise VerifyError(f"{failed}:\n{first_failure(directory)}")
+            self._raise_failure(size, directory, status)
         return _start_event(directory)
 
+    def _raise_failure(self, size: RunSize, directory: Path, status: int) -> NoReturn:
+        kills = [entry["step"] for entry in read_entries(directory) if entry["kind"] == "killed"]
+        after = f", resumed after a kill at step {max(kills)}," if kills else ""
+        failed = f"the script failed at n={size}{after} with status {status}"
+        raise VerifyError(f"{failed}:\n{first_failure(directory)}")
+
     def _start(
-        self, size: RunSize, directory: Path, resume: str
+        self, size: RunSize, directory: Path, resume: str, environment: Mapping[str, str]
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
         flags = [f"--resume={resume}", f"--stop-after={self._steps}"]
         flags += ["--snapshot-every=1", f"--keep-last={self._steps + 1}"]  # and step 0
@@ -153,18 +193,38 @@ class ScriptTracer:
         print(f"running at n={size} …", file=sys.stderr, flush=True)
         observed = directory / OBSERVED_FOLDER
         observed.mkdir(exist_ok=True)
-        environment = {OBSERVED: str(observed)}
-        return started(self._command, size.workers, directory, flags, environment)
+        variables = {**environment, OBSERVED: str(observed)}
+        return started(self._command, size.workers, directory, flags, variables)
+
+
+def kill_steps(traces: Sequence[StepTrace]) -> list[int]:
+    """Return after which steps to kill: the first in an epoch of each loop, the last of each epoch.
+
+    A worker is killed between two steps, so it is not killed after the last one.
+    """
+    steps: list[int] = []
+    seen: set[str] = set()
+    for before, after in pairwise(traces):
+        for name, (done, in_epoch) in after.loops.items():
+            if done == before.loops.get(name, (0, 0))[0]:
+                continue
+            if in_epoch == 0 or name not in seen:
+                steps.append(after.step)
+            if in_epoch:
+                seen.add(name)
+    return [step for step in steps if step < traces[-1].step]
 
 
 def read_traces(directory: Path) -> list[StepTrace]:
     """Return the traces of the steps that a run directory has snapshots of, in order."""
     metrics: dict[int, dict[str, str]] = {}
+    logged: dict[int, dict[str, str]] = {}  # by the script, other than means
     for event in read_run(directory):
         if event["event"] == "scalars":
-            of_step = metrics.setdefault(event["step"] + 1, {})
+            step = event["step"] + (not event.get("between"))
             for name, value in event["values"].items():
-                of_step[f"metric {name}"] = _hash(repr(value).encode())
+                kind, by_step = (METRIC, metrics) if name in event["low"] else (LOGGED, logged)
+                by_step.setdefault(step, {})[kind + name] = _hash(repr(value).encode())
     traces = []
     if not (snapshots := list_snapshots(directory)):
         needed = "track its model and optimizer (run.track) and train for at least one step"
@@ -176,42 +236,45 @@ def read_traces(directory: Path) -> list[StepTrace]:
             plain, tensors = flatten({name: state})
             hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
             hashes[f"plain state of {name}"] = _hash(json.dumps(_sorted(plain)).encode())
-        traces.append(StepTrace(snapshot.step, hashes))
+        hashes |= logged.get(snapshot.step, {})
+        loops = {
+            name: (at["done"], at["step"])
+            for name, at in snapshot.state["run"]["positions"].items()
+        }
+        traces.append(StepTrace(snapshot.step, hashes, loops))
     return traces
 
 
-def read_observations(directory: Path, title: str) -> list[Observation]:
-    """Return what the workers of a run observed, the likeliest causes first."""
-    lines = [
-        line
-        for path in sorted((directory / OBSERVED_FOLDER).iterdir())
-        for line in path.read_text().splitlines()
+def read_entries(directory: Path) -> list[dict[str, Any]]:
+    """Return what the workers of a run observed, without repetitions."""
+    paths = sorted((directory / OBSERVED_FOLDER).iterdir())
+    # a killed process may have left a part of its last line
+    lines = [line for path in paths for line in path.read_text().split("\n")[:-1]]
+    return [json.loads(line) for line in dict.fromkeys(lines)]
+
+
+def observations_of(entries: Sequence[Mapping[str, Any]], title: str) -> list[Observation]:
+    """Return the possible causes of differences among the entries of the run of this title."""
+    observations = [
+        Observation(entry.get("step", -1) + 1, entry["kind"], entry["name"])
+        for entry in entries
+        if entry["kind"] in OBSERVED_KINDS and entry["kind"] != "tensors"
     ]
-    entries = [json.loads(line) for line in dict.fromkeys(lines)]
-    by_kind = {
-        kind: [
-            Observation(entry.get("step", -1) + 1, text.format(entry["name"]))
-            for entry in entries
-            if entry["kind"] == kind
-        ]
-        for kind, text in FOUND.items()
-    }
     by_call: dict[str, dict[int, dict[str, str]]] = {}
     for entry in entries:
         if entry["kind"] == "tensors":
             call = json.dumps([entry["step"], *entry["call"]])
             by_call.setdefault(call, {})[entry["rank"]] = entry["checksums"]
     for call, by_rank in by_call.items():
-        step, _ = json.loads(call)
-        first = by_rank[min(by_rank)]
+        step = json.loads(call)[0]
+        first_rank = min(by_rank)
+        first = by_rank[first_rank]
         for rank, sums in by_rank.items():
             if name := next((name for name in first if sums.get(name) != first[name]), None):
-                where = f"between workers {min(by_rank)} and {rank} of {title}"
-                by_kind["tensors"] = [Observation(step, TENSORS.format(name, where, step))]
-        if "tensors" in by_kind:
-            break
-    order = ("generator", "unseeded", "tensors", "attribute")
-    return [observation for kind in order for observation in by_kind.get(kind, ())]
+                where = f"between workers {first_rank} and {rank} of {title} after step {step}"
+                text = f"{name} differs {where}"
+                return [*observations, Observation(step, "tensors", text)]
+    return observations
 
 
 def _start_event(directory: Path) -> dict[str, Any]:

@@ -6,33 +6,16 @@ import argparse
 import random
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from samestep.errors import VerifyError
 from samestep.host import GREEN, RED, colored
+from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, explain
 
 if TYPE_CHECKING:  # --help must not load torch
-    from samestep.tools.trace import Observation, StepTrace
-
-SHOWN: Final = 5  # likely causes
-AT_START: Final = (
-    "the state before the first step: a model or optimizer built before ss.init, from random "
-    "numbers that samestep does not seed, or from data that depends on the number of workers"
-)
-# by the first pattern that matches the name of the difference
-CAUSES: Final = {
-    "^metric ": "the forward pass: a random generator created by the script (samestep seeds those "
-    "of Python, NumPy and torch), data that depends on the rank, or a different number of threads "
-    "per worker",
-    "running_|num_batches": "a layer that exchanges statistics between workers, such as "
-    "SyncBatchNorm with more lanes than workers, or a forward pass in training mode on some "
-    "workers only",
-    "^plain state": "a tracked object that counts what one worker did, or contains a time or path",
-    "": "the gradient or the update: a nondeterministic kernel, a model initialized from unseeded "
-    "random numbers, state kept outside of lanes, or gradients changed by one worker only",
-}
+    from samestep.tools.trace import RunSize, RunTrace, ScriptTracer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=5, metavar="N", help="steps to compare (default: 5)")
     lanes = "lanes of every run (default: set by the script, or the largest worker count)"
     add("--lanes", type=int, metavar="N", help=lanes)
-    kill = "also kill a worker during a run, resume, and compare"
+    kill = "also kill a worker in each loop and after each epoch, resume, and compare"
     add("--kill", action="store_true", help=kill)
-    seed = "seed that selects the step and the worker to kill (default: 0)"
+    seed = "seed that selects the workers to kill (default: 0)"
     add("--seed", type=int, default=0, metavar="N", help=seed)
     add("script", help="training script; it must track the objects to compare (run.track)")
     add("arguments", nargs="...", help="arguments of the script")
@@ -63,64 +46,134 @@ def main(options: argparse.Namespace) -> int:
     if options.steps < least_steps:
         condition = " with --kill" * options.kill
         raise VerifyError(f"--steps must be at least {least_steps}{condition}, got {options.steps}")
-    from samestep.tools.trace import RunSize, ScriptTracer
+    from samestep.tools.trace import RunSize, ScriptTracer, kill_steps
 
     sizes = list(dict.fromkeys(RunSize(*map(int, part.split("x"))) for part in parts))
     by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
+    largest, smallest = by_devices[-1], by_devices[0]
     tracer = ScriptTracer([options.script, *options.arguments], options.steps, options.lanes)
     # largest first: if the script sets no lanes, its worker count sets them for all runs
-    by_size = {size: tracer.run(size) for size in reversed(by_devices)}
-    traces = {f"n={size}": by_size[size] for size in sizes}
+    by_size = {size: tracer.run(size) for size in reversed(by_devices[1:])}
+    by_size[smallest], with_other_loaders = run_smallest(tracer, smallest, by_size.get(largest))
+    runs = [by_size[size] for size in sizes]
     if options.kill:
-        draw = random.Random(options.seed)
-        title, trace = tracer.run_with_kill(by_devices[-1], by_devices[0], draw)
-        traces[title] = trace
-    return print_report(traces, tracer.lanes or 0, tracer.observations)
+        steps = kill_steps(by_size[largest].steps)
+        if not steps:
+            raise VerifyError("the run ended before a worker was killed; increase --steps")
+        runs.append(tracer.run_with_kills([largest, smallest], steps, random.Random(options.seed)))
+    note = ""
+    if isinstance(with_other_loaders, VerifyError) or tracer.loaders == 0:
+        note = describe_loaders(by_size[smallest], with_other_loaders, tracer)
+    elif with_other_loaders is not None:  # in the runs that must be the same
+        runs.append(with_other_loaders)
+    return print_report(runs, tracer.lanes or 0, tracer.observations, tracer.buffers, note)
+
+
+def run_smallest(
+    tracer: ScriptTracer, size: RunSize, largest: RunTrace | None
+) -> tuple[RunTrace, RunTrace | VerifyError | None]:
+    """Return the smallest run; and a run or its failure with other loader processes, if it differs.
+
+    A script that loads with loader processes should do the same without them, and the other way
+    round. This costs nothing if it does: only then is the smallest run made as the script says.
+    """
+    if largest is None or tracer.loaders is None:  # nothing to compare, or no data set
+        return tracer.run(size), None
+    changed: RunTrace | VerifyError
+    try:
+        changed = tracer.run(size, loaders=0 if tracer.loaders else 2)
+    except VerifyError as error:
+        changed = error
+    else:
+        if are_same([largest, changed]):
+            return replace(changed, title=f"n={size}", between="workers"), None
+    trace = tracer.run(size)
+    is_cause = isinstance(changed, VerifyError) or not are_same([trace, changed], logged=False)
+    return trace, changed if is_cause else None
+
+
+def are_same(runs: Sequence[RunTrace], *, logged: bool = True) -> bool:
+    """Return whether all runs have the same steps with the same hashes, perhaps but for scalars."""
+    hashes = [
+        [
+            {name: value for name, value in trace.hashes.items() if logged or LOGGED not in name}
+            for trace in run.steps
+        ]
+        for run in runs
+    ]
+    return all(other == hashes[0] for other in hashes)
+
+
+def describe_loaders(
+    run: RunTrace, other: RunTrace | VerifyError | None, tracer: ScriptTracer
+) -> str:
+    """Return what is different with other loader processes than the script's, which is no fault."""
+    if other is None:
+        return ""
+    if isinstance(other, VerifyError):
+        loaders = 0 if tracer.loaders else 2
+        return f"Note: with loader_workers={loaders}, it fails: {str(other).splitlines()[-1]}"
+    found = first_difference([run, other], tracer.observations, tracer.buffers)
+    return f"Note: the script would not be the same with loader processes, first at {found}"
 
 
 def print_report(
-    traces: Mapping[str, list[StepTrace]], lanes: int, observations: Sequence[Observation] = ()
+    runs: Sequence[RunTrace],
+    lanes: int,
+    observations: Sequence[Observation] = (),
+    buffers: Collection[str] = (),
+    note: str = "",
 ) -> int:
-    """Print a table of hashes and the first difference with its causes; return the status."""
-    by_step = {title: {trace.step: trace for trace in run} for title, run in traces.items()}
-    widths = [max(12, len(title)) for title in traces]
+    """Print a table of hashes, and the first difference with its causes; return the status."""
+    titles = [run.title for run in runs]
+    by_step = {run.title: {trace.step: trace for trace in run.steps} for run in runs}
+    widths = [max(12, len(title)) for title in titles]
 
     def print_row(step: str, cells: list[str]) -> None:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         print("  ".join([step.rjust(4), *padded]))
 
     print(f"\n{lanes} lanes")
-    print_row("step", list(traces))
-    difference: str | None = None
-    for step in sorted({trace.step for run in traces.values() for trace in run}):
-        row = {title: run.get(step) for title, run in by_step.items()}
-        print_row(str(step), [trace.digest() if trace else "-" for trace in row.values()])
-        difference = difference or find_difference(step, row, observations)
+    print_row("step", titles)
+    for step in sorted({trace.step for run in runs for trace in run.steps}):
+        row = [by_step[title].get(step) for title in titles]
+        print_row(str(step), [trace.digest() if trace else "-" for trace in row])
+    difference = first_difference(runs, observations, buffers)
     if difference is None:
-        print(colored("the same at every step:", GREEN, sys.stdout), ", ".join(traces))
+        if note:
+            print(note)
+        print(colored("the same at every step:", GREEN, sys.stdout), ", ".join(titles))
         return 0
     print(f"{colored('DIFFERENT', RED, sys.stdout)}, first at {difference}")
     return 1
 
 
-def find_difference(
-    step: int, row: Mapping[str, StepTrace | None], observations: Sequence[Observation]
+def first_difference(
+    runs: Sequence[RunTrace],
+    observations: Sequence[Observation] = (),
+    buffers: Collection[str] = (),
 ) -> str | None:
-    """Return the first difference after a step with its causes, None if there is none.
+    """Return the first difference of any run from the first one with its causes, None without one.
 
-    Observations up to this step are likelier than the usual cause of such a difference.
+    Of several at the same step, it is that of numbers of workers, which may cause the others.
     """
-    if missing := ", ".join(title for title, trace in row.items() if trace is None):
-        cause = "a number of steps that depends on the number of workers"
-        return f"step {step}: {missing} never reached it\nUsual cause: {cause}"
-    (first_title, first), *others = row.items()
-    for title, trace in others:
-        if first and trace and (name := first.first_difference(trace)):
-            between = f"{name!r} differs between {first_title} and {title}"
-            earlier = [seen for seen in observations if seen.step <= step > 0]
-            if texts := dict.fromkeys(seen.text for seen in earlier):
-                causes = "\n".join(f"Likely cause: {text}" for text in islice(texts, SHOWN))
-                return f"step {step}: {between}\n{causes}"
-            cause = next(CAUSES[pattern] for pattern in CAUSES if re.search(pattern, name))
-            return f"step {step}: {between}\nUsual cause: {cause if step else AT_START}"
+    by_step = [{trace.step: trace for trace in run.steps} for run in runs]
+    for step in sorted({step for steps in by_step for step in steps}):
+        row = [(run, steps.get(step)) for run, steps in zip(runs, by_step, strict=True)]
+        if missing := [run for run, trace in row if trace is None]:
+            is_resumed = all(run.between == "resume" for run in missing)
+            titles = ", ".join(run.title for run in missing)
+            cause = CAUSES["resumed steps" if is_resumed else "steps"]
+            return f"step {step}: {titles} never reached it\nUsual cause: {cause}"
+        first_run, first = row[0]
+        for run, trace in sorted(row[1:], key=lambda pair: pair[0].between != "workers"):
+            if first is None or trace is None or not (names := first.differing(trace)):
+                continue
+            same = first.hashes.keys() - set(names)
+            difference = Difference(step, names, same, run.between)
+            kills = [kill for kill in run.lost if kill < step]
+            variables = run.lost[max(kills)] if kills else ()
+            lines = explain(difference, observations, buffers=buffers, variables=variables)
+            between = f"{difference.first!r} differs between {first_run.title} and {run.title}"
+            return "\n".join([f"step {step}: {between}", *lines])
     return None

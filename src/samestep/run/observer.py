@@ -1,0 +1,106 @@
+"""What `samestep verify` sees of a script's own variables, and how it kills a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from samestep.data.attributes import is_installed, is_installed_file
+from samestep.data.generators import KINDS, can_seed, get_state, observe, walk
+from samestep.run.divergence import summary
+from samestep.snapshot.manifest import NAME
+
+KILL: Final = "SAMESTEP_INTERNAL_KILL"  # "step rank" of a worker; set by samestep verify
+COMMIT_SECONDS: Final = 60.0  # for the snapshot before a kill
+PACKAGE: Final = str(Path(__file__).parents[1])
+LEAVES: Final = (
+    bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor,
+)  # fmt: skip
+CONTAINERS: Final = (list, tuple, dict, set, deque)
+OF_MODULES: Final = ("._parameters[", "._buffers[")  # private attributes that are state
+
+
+class StepObserver:
+    """Notes the variables of the script before each step, and kills this worker if it is told to.
+
+    A variable that a resumed run has as it was at the start is not part of the snapshot.
+    """
+
+    def __init__(self, rank: int, directory: Path | None) -> None:
+        self._rank, self._directory = rank, directory
+        self._is_first = True
+
+    def begin_step(self, step: int) -> None:
+        """Note the variables before a step; kill the process once the snapshot before it exists."""
+        if self._rank == 0:
+            values = values_of(script_variables())
+            observe(kind="state", step=step, is_first=self._is_first, values=values)
+        self._is_first = False
+        if os.environ.get(KILL) == f"{step} {self._rank}" and self._directory is not None:
+            end = time.monotonic() + COMMIT_SECONDS
+            committed = self._directory / f"step-{step:08d}" / NAME
+            while not committed.exists():
+                if time.monotonic() > end:
+                    return
+                time.sleep(0.002)
+            observe(kind="killed", step=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def script_variables() -> dict[str, Any]:
+    """Return the variables of all running functions of the script, and of their modules, by name.
+
+    The innermost ones come first, as in Python's own lookup.
+    """
+    variables: dict[str, Any] = {}
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (there is no public way)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not (path.startswith(PACKAGE) or is_installed_file(path)):
+            for names in (frame.f_locals, frame.f_globals):
+                for name, value in list(names.items()):
+                    if not name.startswith("__"):
+                        variables.setdefault(name, value)
+        frame = frame.f_back
+    return variables
+
+
+def values_of(variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return summaries of the plain values that variables reach, and lengths of containers."""
+    values: dict[str, str] = {}
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, LEAVES):
+            values[name] = summary(value)
+        elif isinstance(value, CONTAINERS):
+            values[name] = f"length {len(value)}"
+        elif isinstance(value, KINDS) and can_seed(value):
+            values[name] = summary(get_state(value))
+
+    for name, value in variables.items():
+        note(name, value)
+    for _, value, parts in walk(**variables):
+        hides = is_installed(type(value)) and not isinstance(value, CONTAINERS)
+        for part in parts:
+            is_private = part.name.rpartition(".")[2].startswith("_")
+            if not (hides and is_private):
+                note(part.name, part.value())
+    return {_readable(name): value for name, value in values.items()}
+
+
+def _readable(name: str) -> str:
+    for private in OF_MODULES:
+        before, found, after = name.partition(private)
+        if found:
+            return f"{before}.{after.strip('[]').strip(chr(39))}"
+    return name
