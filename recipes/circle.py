@@ -21,7 +21,7 @@ def scores_of(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     return {"loss": F.cross_entropy(logits, targets), "accuracy": is_right.mean()}
 
 
-with ss.init(lanes=8, dir="runs/circle") as run:
+with ss.init(lanes=8, dir="runs/points") as run:
     run.print(f"starting at step {run.step} with {run.world_size} workers")
     model = run.replicate(nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2)))
     optimizer = run.shard(torch.optim.Adam(model.parameters(), lr=0.01))

@@ -82,7 +82,7 @@ def test_an_installed_wheel_trains_evaluates_verifies_reports_and_watches(fresh)
     assert re.search(r"accuracy 9\d\.", resumed)
     checked = run(samestep, "verify", "-n", "1,2", "--steps", 2, "recipes/circle.py")
     assert "the same at every step: n=1, n=2" in checked
-    run(samestep, "report", "runs/circle")
+    run(samestep, "report", "runs/points")
     assert "<title>" in Path("report.html").read_text()
     with serving("runs") as served:
         assert "<title>" in served.get("/").text

@@ -35,6 +35,6 @@ def main(arguments: argparse.Namespace) -> int:
         f"wrote {copy}/; its first script trains for some seconds:\n"
         f"  samestep run -n 2 {first}\n"
         f"  samestep verify -n 1,2 --kill {first}\n"
-        "  samestep report runs/circle"
+        "  samestep report runs/points"
     )
     return 0
