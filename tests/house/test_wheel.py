@@ -18,7 +18,7 @@ from tests.docs.blocks import ROOT
 from tests.needs import needs
 from tests.watch.serving import serving
 
-TOOLS = ("build", "hatch_fancy_pypi_readme", "hatchling", "twine")
+TOOLS = ("build", "hatch_fancy_pypi_readme", "hatchling", "readme_renderer", "twine")
 # a link or picture that is relative to the clone
 RELATIVE = re.compile(r"\]\((?!https?:)|(?:href|src)=\"(?!https?:)")
 
@@ -110,6 +110,13 @@ def test_archives_are_complete_and_an_index_can_show_them(archives):
     assert text.lstrip().startswith("# samestep\n")
     assert RELATIVE.findall(text) == []
     assert "<!--" not in text
+    from readme_renderer.markdown import render
+
+    page = render(text)  # as an index does; twine accepts what it cannot render
+    fences = re.findall(r"^```\w", text, re.MULTILINE)
+    assert page.count("<pre") == len(fences)
+    assert page.count("<table") > 1
+    assert "```" not in page
 
 
 def test_every_extra_is_among_those_tested_with_the_lowest_versions():
