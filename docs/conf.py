@@ -34,6 +34,7 @@ napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 html_theme = "furo"
 html_static_path = html_css_files = ["site.css"]
+html_extra_path = ["llms.txt"]  # for coding assistants
 html_title = "samestep"
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
@@ -63,7 +64,7 @@ class Errors(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         names = [name for name, member in vars(errors).items() if inspect.isclass(member)]
         entries = "\n".join(
-            f".. autoexception:: samestep.errors.{name}\n   :exclude-members: __init__, __new__\n"
+            f".. autoexception:: samestep.{name}\n   :exclude-members: __init__, __new__\n"
             for name in names
         )
         tree = inspect.getdoc(errors)

@@ -20,6 +20,7 @@ from samestep.evaluate import Evaluation, evaluating
 from samestep.metrics import _plain
 from samestep.step.lane_engine import LaneEngine
 from tests.bits import bits
+from tests.docs.blocks import ROOT, blocks_of
 from tests.worlds import in_processes
 
 LANES = 4
@@ -345,6 +346,54 @@ def test_metrics_of_users_have_the_same_bits_at_any_number_of_workers():
         assert values["extremes"]["labels"] == dataset.labels[highest].tolist()
     for workers in (2, 3, 5):
         assert in_processes(workers, body) == [expected] * workers
+
+
+def documented_confusion():
+    """Return the class of docs/evaluation.md."""
+    page = ROOT / "docs" / "evaluation.md"
+    (text,) = (block.text for block in blocks_of(page) if "class Confusion" in block.text)
+    names = {"torch": torch, "__name__": __name__}
+    exec(text, names)
+    return names["Confusion"]
+
+
+Confusion = documented_confusion()  # where pickle finds it
+
+
+def test_a_confusion_matrix_and_scores_take_one_pass():
+    dataset = Scores(37)
+    predictions = dataset.logits.argmax(1)
+    parts = list(zip(predictions.split(10), dataset.labels.split(10), strict=True))
+    check_metric(lambda: Confusion(CLASSES), parts)
+    rows = []
+
+    def fn(model, batch):
+        logits, labels, _ = batch
+        rows.extend(labels.tolist())
+        confusion = Confusion(CLASSES)
+        confusion.update(logits.argmax(1), labels)
+        right = (logits.argmax(1) == labels).float()
+        return {"accuracy": right.mean(), "confusion": confusion}
+
+    scores = means_of(fn, dataset)
+    assert rows == dataset.labels.tolist()
+    counts = scores["confusion"]["counts"]
+    assert counts.tolist() == [
+        [
+            ((dataset.labels == label) & (predictions == other)).sum().item()
+            for other in range(CLASSES)
+        ]
+        for label in range(CLASSES)
+    ]
+    assert scores["accuracy"] == pytest.approx(counts.diag().sum().item() / len(dataset))
+    f1 = torchmetrics.functional.f1_score(
+        predictions, dataset.labels, "multiclass", num_classes=CLASSES, average="macro"
+    )
+    assert scores["confusion"]["macro_f1"] == pytest.approx(f1.item())
+    iou = torchmetrics.functional.jaccard_index(
+        predictions, dataset.labels, "multiclass", num_classes=CLASSES, average="none"
+    )
+    torch.testing.assert_close(scores["confusion"]["iou"].float(), iou)
 
 
 def test_a_metric_without_weak_references_is_refused():

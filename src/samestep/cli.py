@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "doctor": Command("samestep.tools.doctor.command", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
+    "examples": Command("samestep.tools.examples", "copy the recipes, to start from their scripts"),
 }
 EXIT_INTERRUPTED: Final = 130  # like a shell after SIGINT
 EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed the output

@@ -78,13 +78,13 @@ def _run_python(block: Block, names: dict[str, Any]) -> str:
     # Empty lines before the code make tracebacks show the page's line numbers.
     code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True)
     printed = io.StringIO()
-    with redirect_stdout(printed), _context(block.test, names):
+    with redirect_stdout(printed), in_context(block.test, names):
         exec(code, names)
     return printed.getvalue()
 
 
 @contextmanager
-def _context(test: str, names: dict[str, Any]) -> Iterator[None]:
+def in_context(test: str, names: dict[str, Any]) -> Iterator[None]:
     if not test:
         yield
         return

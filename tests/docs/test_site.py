@@ -42,6 +42,14 @@ def test_every_page_exists_with_its_pictures(site):
             assert (page.parent / picture).exists()
 
 
+def test_the_page_for_coding_assistants_is_at_the_root(site):
+    assert (site / "llms.txt").read_bytes() == (ROOT / "docs" / "llms.txt").read_bytes()
+    (link,) = re.findall(
+        r'href="([^"]+)"[^>]*>(?:<[^>]+>)*llms\.txt', (site / "index.html").read_text()
+    )
+    assert (site / link).exists()
+
+
 def test_nothing_is_loaded_from_other_sites(site):
     loaded = re.compile(
         r'<(?:script|img|iframe)[^>]* src="(?:https?:)?//'
