@@ -464,9 +464,11 @@ class MetricGuard:
         yield
         for (name, metric), state in zip(metrics, before, strict=True):
             if _state_of(metric) != state:
+                start = f"the loss function updated {name}"
+                if body:
+                    start = f"the body of the loop over lanes updated {name}"
                 raise LossError(
-                    f"{'the body of the loop over lanes' if body else 'the loss function'} updated"
-                    f" {name}, a {type(metric).__name__}: each worker's"
+                    f"{start}, a {type(metric).__name__}: each worker's"
                     " would hold the samples of its own lanes, so that its value would depend on"
                     " the number of workers. Return an entry per item, for example (loss,"
                     ' {"accuracy": logits.argmax(1) == labels}), or a value of a function without a'
