@@ -430,7 +430,8 @@ class HostCopies:
             event = self._events.setdefault(device, torch.cuda.Event())
             event.record(torch.cuda.current_stream(device))
             sizes = [tensors[n].numel() for n in numbers]
-            copies.update(zip(numbers, on_host.split(sizes), strict=True))
+            for n, copy in zip(numbers, on_host.split(sizes), strict=True):
+                copies[n] = copy.reshape(tensors[n].shape)
         return list(copies.values())
 
     def wait(self) -> None:
