@@ -187,6 +187,11 @@ def vector(run, model, optimizer, batch):
         batch.backward(model(inputs))
 
 
+def three_values(run, model, optimizer, batch):
+    for lane_batch in batch.lanes(model):
+        batch.backward(loss_fn(model, lane_batch)[0], first=lane_batch[1][:3] > 4)
+
+
 def nested(run, model, optimizer, batch):
     for _ in batch.lanes(model):
         run.backward(loss_fn, model, batch)
@@ -229,6 +234,7 @@ def with_an_unknown_reduction(run, model, optimizer, batch):
         (own_backward, LossError, r"instead of loss\.backward"),
         (own_backward_and_ours, LossError, "left a gradient of 'features"),
         (vector, LossError, "must return a scalar tensor"),
+        (three_values, LossError, r"'first' has 3 values in lane 0, .* over 4 items"),
         (nested, LossError, "cannot begin another computation"),
         (step_in_a_lane, OptimizerError, "computes a lane"),
         (loss_outside, LossError, r"belongs into the body of `for lane_batch in batch\.lanes"),
@@ -267,3 +273,15 @@ def test_a_loop_that_is_left_restores_everything_and_is_an_error(loop, leaves):
         optimizer.step()
     with pytest.raises(LossError, match="was left before its end"):
         run.backward(loss_fn, model, batch)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_metrics_may_have_a_value_for_each_item(loop, reduction):
+    _, model, _, batch = loop
+    for inputs, labels in batch.lanes(model, reduction=reduction):
+        logits = model(inputs)
+        is_large, loss = labels > 4, F.cross_entropy(logits, labels, reduction=reduction)
+        scalar = is_large.double().mean() if reduction == "mean" else is_large.sum()
+        batch.backward(loss, is_large=is_large, scalar=scalar, label=labels)
+    assert batch.means["is_large"] == batch.means["scalar"]
+    assert batch.means["label"] == sum(int(labels.sum()) for _, labels in batch) / 8

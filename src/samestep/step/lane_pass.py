@@ -245,6 +245,10 @@ class LanePass:
                 else:
                     returned = self.loss.fn(self.loss.model, batch)
                 loss, metrics = split_loss(returned, lane)
+                metrics = {
+                    name: self._of_items(name, value, lane, count)
+                    for name, value in metrics.items()
+                }
             scalars = self._copied({"loss": loss.detach(), **metrics, **self._divisor(loss)})
             if (divisor := scalars.pop(DIVISOR, None)) is not None:
                 self._divisors.append((lane, count, divisor))
@@ -256,6 +260,19 @@ class LanePass:
                 context.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, scalars))
         return gradients
+
+    def _of_items(self, name: str, value: Tensor, lane: int, count: float) -> Tensor:
+        """Return the mean, or sum, of a metric that has a value for each item: exactly rounded."""
+        if value.numel() == 1:
+            return value
+        if self.loss.reduction == "sum":
+            return value.sum()
+        if value.numel() != count:
+            raise LossError(
+                f"metric {name!r} has {value.numel()} values in lane {lane}, whose loss is a mean"
+                f" over {count:g} items; return one value for each of them, or their mean"
+            )
+        return value.sum() / value.numel()
 
     def _divisor(self, loss: Tensor) -> dict[str, Tensor]:
         """Return what a mean was divided by, where the weights of lanes are their samples."""
@@ -321,6 +338,7 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
     """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
+    In a lane, a metric may also be a boolean or integer tensor with a value for each item.
     """
     place = "the whole batch" if lane is None else f"lane {lane}"
     if isinstance(returned, tuple) and len(returned) != 2:
@@ -344,7 +362,8 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
             "the loss function must return (loss, dict of scalars by name), got"
             f" {type(metrics).__name__} instead of the dict"
         )
-    return loss, {name: _detached(name, value) for name, value in metrics.items()}
+    has_items = lane is not None
+    return loss, {name: _detached(name, value, has_items) for name, value in metrics.items()}
 
 
 def _kind(value: Any) -> str:
@@ -352,11 +371,13 @@ def _kind(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
 
 
-def _detached(name: str, value: Any) -> Tensor:
+def _detached(name: str, value: Any, has_items: bool) -> Tensor:
     with suppress(TypeError, ValueError):
         if not isinstance(value, Tensor):
             return torch.tensor(float(value), dtype=torch.float64)
-        if value.numel() == 1:
+        # sums of integers do not depend on their order
+        is_exact = not value.is_floating_point() and not value.is_complex()
+        if value.numel() == 1 or (has_items and is_exact):
             return value.detach()
     advice = "return the mean over the lane's items"
     raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
