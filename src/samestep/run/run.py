@@ -351,9 +351,10 @@ class Run(Collectives, Recording):
 
         Args:
             loss_fn: Called once per lane as `loss_fn(model, lane_batch)`. Returns a scalar loss,
-                the mean over the lane's items, or (loss, dict of scalars).
+                the mean over the lane's items, or (loss, dict of scalars by name). A boolean or
+                integer tensor with a value for each item is averaged, too.
             model: First argument of `loss_fn`.
-            batch: Batch of a loop.
+            batch: `Batch` of a loop; its `lanes` let a script compute losses without a function.
             update: Module whose parameters get gradients; default: `model`.
             count: Returns the number of items in a lane batch, which is still in host memory, over
                 which the lane's mean is taken, or the sum of their weights, a float; default: its
