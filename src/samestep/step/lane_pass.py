@@ -272,7 +272,7 @@ class LanePass:
                 f"metric {name!r} has {value.numel()} values in lane {lane}, whose loss is a mean"
                 f" over {count:g} items; return one value for each of them, or their mean"
             )
-        return value.sum() / value.numel()
+        return value.sum().double() / value.numel()
 
     def _divisor(self, loss: Tensor) -> dict[str, Tensor]:
         """Return what a mean was divided by, where the weights of lanes are their samples."""
