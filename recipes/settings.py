@@ -88,30 +88,31 @@ def write_settings(directory: Path | None, settings: Any) -> None:
 def run_settings(directory: Path) -> str:
     """Return the path of the settings file in a run's directory.
 
-    If it is missing and the run has a remote copy (`samestep run --remote URL`), it is fetched.
-    Raises `SettingsError` if there is none.
+    If it is missing and the run has a remote copy (`samestep run --remote URL`), it is fetched, with
+    the id of the run, which then goes on in this directory. Raises `SettingsError` if there is none.
     """
     path = directory / SETTINGS_FILE
     remote = None if path.exists() else _remote()
-    if remote and remote[0].exists(remote[1]):
-        files, source = remote
-        directory.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{SETTINGS_FILE}.{os.getpid()}")  # several workers may fetch it
-        part.write_bytes(files.cat_file(source, 0, LARGEST))
-        part.replace(path)
+    for name in ("run.json", SETTINGS_FILE) if remote else ():
+        files, folder = remote
+        if files.exists(f"{folder}/{name}") and not (directory / name).exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            part = directory / f".{name}.{os.getpid()}"  # several workers may fetch it
+            part.write_bytes(files.cat_file(f"{folder}/{name}", 0, LARGEST))
+            part.replace(directory / name)
     if not path.exists():
         raise SettingsError(f"expected the --dir of a run, and {path} does not exist")
     return str(path)
 
 
 def _remote() -> tuple[Any, str] | None:
-    """Return the file system of the run's remote copy and the path of its settings."""
+    """Return the file system of the run's remote copy and its path."""
     url = os.environ.get("SAMESTEP_REMOTE", "")
     if url.lower() in {"", "none"}:
         return None
     import fsspec  # an optional package, which samestep needs for the copy as well
 
-    return fsspec.core.url_to_fs(f"{url.rstrip('/')}/{SETTINGS_FILE}")
+    return fsspec.core.url_to_fs(url.rstrip("/"))
 
 
 def write_run_settings(run: ss.Run, settings: Any) -> None:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import samestep
 from samestep import cli, errors, record
+from samestep.data.batch import Batch
 from samestep.record import events, exporter, source
 from samestep.snapshot.read import Snapshot
 
@@ -33,6 +34,8 @@ MODULES: dict[ModuleType, list[str]] = {
 # needs optional packages, so it is read as source
 INTEGRATIONS = {"huggingface": ("Trainer", "TrainingArguments"), "lightning": ("fit",)}
 SYSTEMS = ("slurm", "kubernetes")
+# of what loops yield; its other attributes are for the run
+BATCH = ("backward", "epoch", "lanes", "means")
 
 
 def described() -> str:
@@ -69,6 +72,10 @@ def _run() -> Iterator[str]:
         for call, loop in loops.items():
             names = sorted(name for name in dir(loop) if not name.startswith("_"))
             yield from (f"{call}.{name}" for name in names)
+    batch = Batch(0, range(0), None, iter(()))
+    for name in BATCH:
+        is_method = inspect.isroutine(inspect.getattr_static(batch, name))
+        yield f"batch.{name}{_parameters(getattr(batch, name)) if is_method else ''}"
 
 
 def _snapshot() -> Iterator[str]:

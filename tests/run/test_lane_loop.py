@@ -277,3 +277,15 @@ def test_a_loop_that_is_left_restores_everything_and_is_an_error(loop, leaves):
         optimizer.step()
     with pytest.raises(LossError, match="was left before its end"):
         run.backward(loss_fn, model, batch)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_metrics_may_have_a_value_for_each_item(loop, reduction):
+    _, model, _, batch = loop
+    for inputs, labels in batch.lanes(model, reduction=reduction):
+        logits = model(inputs)
+        is_large, loss = labels > 4, F.cross_entropy(logits, labels, reduction=reduction)
+        scalar = is_large.double().mean() if reduction == "mean" else is_large.sum()
+        batch.backward(loss, is_large=is_large, scalar=scalar, label=labels)
+    assert batch.means["is_large"] == batch.means["scalar"]
+    assert batch.means["label"] == sum(int(labels.sum()) for _, labels in batch) / 8

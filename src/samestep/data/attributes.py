@@ -21,6 +21,7 @@ import torch
 
 from samestep.data.generators import INSTALLED, Reference, own_dict, walk
 from samestep.errors import DataError
+from samestep.torch_internals import versions_of
 
 MOST_OWNERS: Final = 64  # objects whose attributes are compared
 MOST_FILES: Final = 64
@@ -137,7 +138,7 @@ def _plain(value: Any, *, is_own: bool) -> Any:
         return MISSING
     if isinstance(value, torch.Tensor):  # loader processes see what is written to shared memory
         is_shared = value.device.type != "cpu" or value.is_shared()
-        return MISSING if is_shared else (value.data_ptr(), value._version)  # noqa: SLF001
+        return MISSING if is_shared else (value.data_ptr(), *versions_of([value]))
     if type(value) in {list, tuple, dict} and len(value) <= FEW_ENTRIES:
         entries = value.values() if isinstance(value, dict) else value
         if all(isinstance(entry, SCALARS) for entry in entries):

@@ -60,10 +60,10 @@ class Batch:
     """A step's global batch from `run.batches` or `run.streams`; iterates over lane batches.
 
     It yields the batches of this worker's lanes, in lane order, as returned by `collate_fn` or the
-    stream, without lanes that have no samples. It may be iterated more than once. `own_lanes` are
-    the numbers of this worker's lanes. `counts` holds the planned number of samples of each lane of
-    the run, None for streams. `is_exact` says whether lane batches have that number; a `collate_fn`
-    may have dropped some.
+    stream, without lanes that have no samples. It may be iterated more than once; to train, iterate
+    over `lanes`. `epoch` counts from 0. `own_lanes` are the numbers of this worker's lanes.
+    `counts` holds the planned number of samples of each lane of the run, None for streams.
+    `is_exact` says whether lane batches have that number; a `collate_fn` may have dropped some.
     """
 
     epoch: int

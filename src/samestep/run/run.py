@@ -375,7 +375,7 @@ class Run(Collectives, Recording):
                 the mean over the lane's items, or (loss, dict of scalars). A boolean or integer
                 tensor in the dict has an entry per item; its mean over all lanes is exact.
             model: First argument of `loss_fn`.
-            batch: Batch of a loop.
+            batch: `Batch` of a loop; its `lanes` let a script compute losses without a function.
             update: Module whose parameters get gradients; default: `model`.
             count: Returns the number of items in a lane batch, which is still in host memory, over
                 which the lane's mean is taken, or the sum of their weights, a float; default: its

@@ -345,6 +345,7 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
     """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
+    A metric may also be a boolean or integer tensor with an entry per item.
     """
     place = "the whole batch" if lane is None else f"lane {lane}"
     if isinstance(returned, tuple) and len(returned) != 2:

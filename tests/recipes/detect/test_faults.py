@@ -39,7 +39,8 @@ def opened(directory, annotations, *, with_masks=True):
     for part in ("train", "val"):
         (directory / part).mkdir(exist_ok=True)
         (directory / f"{part}.json").write_text(json.dumps(content))
-    return open_images(DataSettings(path=directory), masks=with_masks)
+    settings = DataSettings(path=directory, check="none")  # there are no image files
+    return open_images(settings, masks=with_masks)
 
 
 def learned(images):

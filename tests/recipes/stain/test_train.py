@@ -348,6 +348,7 @@ def test_only_the_main_worker_writes(data, tmp_path):
     assert {name for name in names if not name.startswith("step-")} == {
         SETTINGS_FILE,
         f"{CACHE_FILE}.part",
+        ".run.json",
         "events.jsonl",
         "run.lock",
         *images,
