@@ -26,6 +26,7 @@ from recipes.replaced import LAUNCH, replacement
 
 S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
+RUN_FILE = "run.json"  # in which samestep keeps the id of the run
 ENDINGS = (".yaml", ".yml")
 LARGEST = 2**20  # bytes of a file
 TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
@@ -76,30 +77,32 @@ def write_settings(directory: Path | None, settings: Any) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(plain), directory / SETTINGS_FILE)
         if remote := _remote():
-            files, target = remote
+            files, folder = remote
+            target = f"{folder}/{SETTINGS_FILE}"
             try:
                 if "file" in files.protocol:  # object stores have no folders
-                    Path(target).parent.mkdir(parents=True, exist_ok=True)
+                    Path(folder).mkdir(parents=True, exist_ok=True)
                 files.pipe_file(target, (directory / SETTINGS_FILE).read_bytes())
             except Exception as error:  # noqa: BLE001  storages have their own errors
                 print(f"{SETTINGS_FILE} was not copied to {target}: {error}", flush=True)
 
 
-def run_settings(directory: Path) -> str:
+def run_settings(directory: Path, *, continues: bool = False) -> str:
     """Return the path of the settings file in a run's directory.
 
-    If it is missing and the run has a remote copy (`samestep run --remote URL`), it is fetched, with
-    the id of the run, which then goes on in this directory. Raises `SettingsError` if there is none.
+    If it is missing and the run has a remote copy (`samestep run --remote URL`), it is fetched; if
+    the run `continues` there, with the run's id. Raises `SettingsError` if there is none.
     """
     path = directory / SETTINGS_FILE
     remote = None if path.exists() else _remote()
-    for name in ("run.json", SETTINGS_FILE) if remote else ():
+    if remote is not None:
         files, folder = remote
-        if files.exists(f"{folder}/{name}") and not (directory / name).exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            part = directory / f".{name}.{os.getpid()}"  # several workers may fetch it
-            part.write_bytes(files.cat_file(f"{folder}/{name}", 0, LARGEST))
-            part.replace(directory / name)
+        for name in (RUN_FILE, SETTINGS_FILE) if continues else (SETTINGS_FILE,):
+            if files.exists(f"{folder}/{name}") and not (directory / name).exists():
+                directory.mkdir(parents=True, exist_ok=True)
+                part = directory / f".{name}.{os.getpid()}"  # several workers may fetch it
+                part.write_bytes(files.cat_file(f"{folder}/{name}", 0, LARGEST))
+                part.replace(directory / name)
     if not path.exists():
         raise SettingsError(f"expected the --dir of a run, and {path} does not exist")
     return str(path)

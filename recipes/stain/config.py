@@ -132,7 +132,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
     base = str(Path(__file__).with_name(f"{flags.size}.yaml"))
     if flags.resume:
         try:
-            base = run_settings(flags.dir or Path())
+            base = run_settings(flags.dir or Path(), continues=True)
         except SettingsError as error:
             flags_parser.error(f"--continue: {error}")
     from_flags = [f"pretrained={flags.pretrained}"] if flags.pretrained else []

@@ -35,7 +35,7 @@ def loss(model, batch):
     logits, steps = model(images)
     lengths = [[number] * len(images) for number in (len(steps), letters.shape[1])]
     ctc = F.ctc_loss(steps.log_softmax(-1), letters, *lengths)
-    return F.cross_entropy(logits, masks, ignore_index=2) + ctc
+    return F.cross_entropy(logits, masks) + ctc
 
 
 def trained(devices):

@@ -68,7 +68,7 @@ class Vision(nn.Module):
         logits, cells = model(images)
         lengths = [[number] * len(images) for number in (len(cells), letters.shape[1])]
         ctc = F.ctc_loss(cells.float().log_softmax(-1), letters, *lengths)
-        return F.cross_entropy(logits, masks, ignore_index=3) + ctc
+        return F.cross_entropy(logits, masks) + ctc
 
 
 class Text(nn.Module):
