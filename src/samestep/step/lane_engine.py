@@ -105,7 +105,9 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
-        self._state = LaneState(self.models.modules, self.config.check_every)
+        self._state = LaneState(
+            self.models.modules, self.config.check_every, self.world.wait_for_gpu
+        )
         self._metrics = MetricGuard()
         if self.lanes > 1:
             self.watch = self._state.lane

@@ -11,7 +11,7 @@ reads and replaces; a cache is not replaced, and the result of a layer is not re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -33,8 +33,14 @@ Place = tuple[int, Any]  # the id of a reference's owner, and the key there
 class LaneState:
     """What lanes may not change: the parameters and tensors that they reach."""
 
-    def __init__(self, modules: Sequence[Module], check_every: int | None) -> None:
-        self._modules, self._every = modules, check_every
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        check_every: int | None,
+        wait_for_gpu: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wait_for_gpu` notices a hang of earlier collectives, unlike a copy to the host."""
+        self._modules, self._every, self._wait_for_gpu = modules, check_every, wait_for_gpu
         self._calls = 0
         self._parameters: dict[int, tuple[Tensor, str]] = {}  # by id, with their names
         self._places: dict[Place, Reference] = {}  # of other tensors
@@ -54,6 +60,8 @@ class LaneState:
                 self._places.clear()  # such as those of earlier loss functions
             self._search(roots)
         compares_bits = self._calls <= BIT_CALLS or is_due
+        if compares_bits:
+            self._wait_for_gpu()
         references = list(self._places.values())
         others = [reference.value() for reference in references]
         tensors = [tensor for tensor, _ in self._parameters.values()]
