@@ -150,6 +150,15 @@ def test_the_bottleneck_is_the_part_above_its_ideal_share(part):
     assert (bottleneck.part, bottleneck.seconds, bottleneck.remedy) == (part, 2.0, REMEDIES[part])
 
 
+def test_a_plain_optimizer_is_not_called_sharded():
+    parts = ({**dict.fromkeys(PARTS, 0.0), "optimizer": seconds} for seconds in (1.0, 9.0))
+    before, after = parts
+    assert "gather" not in find_bottleneck(before, after, 0.0, 2).remedy
+    sharded = find_bottleneck(before, after, 0.0, 2, is_sharded=True).remedy
+    assert "gather" in sharded
+    assert "run.shard" not in sharded
+
+
 @pytest.mark.parametrize(("waiting", "part"), [(1.5, "waiting"), (0.5, "exchange")])
 def test_waiting_is_separate_from_the_exchange(waiting, part):
     together = {"compute": 4.0, "exchange": 2.0}
