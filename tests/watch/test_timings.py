@@ -36,7 +36,7 @@ def test_means_of_parts_over_workers_and_the_rest_of_the_time():
     assert parts == pytest.approx(
         {
             **dict.fromkeys(PARTS, 0.0),
-            **{"data": 0.1, "compute": 0.3, "exchange": 0.3, "other": 0.3},
+            "data": 0.1, "compute": 0.3, "exchange": 0.3, "other": 0.3,
         },
         abs=1e-6,
     )
@@ -77,6 +77,15 @@ def test_own_seconds_of_a_worker_are_those_recorded():
 def test_the_slower_of_two_workers_is_compared_with_the_other(own_seconds, is_clear):
     made = timings((0, 0.0, 0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own_seconds, 0.0, 0.0, 0.0, 0.0)]))
     assert [worker["lag"] is not None for worker in made.workers()] == [False, is_clear]
+
+
+def test_a_part_that_ends_in_the_next_step_is_not_counted_twice():
+    """A snapshot of 1 s at the end of each second step passes in the time of the step after it."""
+    steps = [(0.1, 0.1, 0.0, 0.0, float(step % 2)) for step in range(9)]
+    times = [0.2 * step + step // 2 for step in range(9)]
+    made = timings(*[(n, times[n], 0, [step]) for n, step in enumerate(steps)])
+    assert made.seconds() == pytest.approx(times[-1] / 8)
+    assert made.parts()["other"] == pytest.approx(0)
 
 
 def test_a_healthy_slower_worker_is_no_alarm_and_a_wait_states_its_share():

@@ -125,7 +125,8 @@ class Timings:
         recent = self._recent()
         rows = np.isfinite(recent.wall())
         rows |= not rows.any()
-        return {name: _mean(column[rows]) for name, column in recent.by_part().items()}
+        means = {name: _mean(column[rows]) for name, column in recent.by_part().items()}
+        return {name: mean and max(0.0, mean) for name, mean in means.items()}
 
     def seconds(self) -> float | None:
         """Return the mean seconds of a step, which `parts` add up to; None if unknown."""
@@ -217,7 +218,7 @@ class Steps:
         return {
             "x": [float(steps.step[start]) for start, _ in bounds],
             "parts": {
-                name: to_list(_means(span, column, len(bounds)))
+                name: to_list(np.maximum(_means(span, column, len(bounds)), 0.0))
                 for name, column in steps.by_part().items()
             },
             "workers": steps.by_worker(span, len(bounds)),
@@ -229,8 +230,12 @@ class Steps:
         }
 
     def by_part(self) -> dict[str, NDArray[Any]]:
-        """Return each step's mean seconds by part, and the rest of its time, NaN if unknown."""
-        rest = np.maximum(self.wall() - sum(part.astype(np.float64) for part in self.parts), 0)
+        """Return each step's mean seconds by part, and the rest of its time, NaN if unknown.
+
+        The rest may be negative in a step whose last part ended after its exchange, such as a
+        snapshot: the time of the next step then has it. In means, this cancels.
+        """
+        rest = self.wall() - sum(part.astype(np.float64) for part in self.parts)
         return {**dict(zip(PARTS, self.parts, strict=True)), OTHER: rest}
 
     def wall(self) -> NDArray[Any]:

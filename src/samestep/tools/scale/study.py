@@ -33,8 +33,8 @@ REMEDIES: Final = {
     "replaced quickly",
     "evaluation": "evaluate less often, or with larger blocks (batch_size of run.evaluate)",
     "logging": "log scalars, images and histograms less often",
-    "other": "do less in the loop outside of the step: plot, clip and print less often, and read no "
-    "tensor unnecessarily",
+    "other": "do less in the loop outside of the step: plot, clip and print less often, and read "
+    "no tensor unnecessarily",
 }
 OF_SHARDED: Final = (
     "use fused=True if the optimizer supports it; the rest is the gather of parameters, which has "

@@ -99,7 +99,8 @@ function shares(parts) {
   const area = ([part, percent]) =>
     h("i", { vars: { width: `${percent}%`, background: partColor(part) } });
   const share = ([part, percent]) =>
-    h("span", { "data-part": part }, key(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
+    h("span", { "data-part": part },
+      key(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
   return [
     h("div", { class: "parts", "aria-hidden": "true" }, found.filter(([, one]) => one).map(area)),
     h("p", { class: "parts-named" }, largest.map(share)),

@@ -16,6 +16,7 @@ const QUANTILES = [
   "fastest worker", "lower quartile", "median", "upper quartile", "slowest worker",
 ];
 
+const OWN = " seconds of a step, without waiting for other workers";
 const SLOWEST = { color: "var(--bad)", faint: false };
 const TITLES = { title: "step", unit: "seconds per step" };
 
@@ -78,7 +79,7 @@ function content({ workers, lanes }) {
   workers.forEach((worker) => hosts.set(worker.host, [...(hosts.get(worker.host) ?? []), worker]));
   const title = `${several(workers.length, "worker")}, ${several(lanes, "lane")}`;
   const sections = [...hosts].map(([host, members]) => hostOf(host, members, longest, timed));
-  return [h("section", {}, h("h2", {}, title), legend(), ...sections)];
+  return [h("section", {}, h("h2", {}, title, h("small", {}, OWN)), legend(), ...sections)];
 }
 
 function hostOf(host, members, longest, timed) {
@@ -92,7 +93,7 @@ function row(worker, longest, timed) {
   const lanes = end - first === 1 ? `lane ${first}` : `lanes ${first} to ${end - 1}`;
   const none = timed ? "no step yet" : "";
   const step = PARTS.reduce((sum, part) => sum + (worker.parts[part] ?? 0), 0);
-  const ofStep = worker.parts.other === null ? "" : ` of ${duration(step)} per step`;
+  const ofStep = worker.parts.other === null ? "" : ` of ${duration(step)}`;
   const time = worker.seconds === null ? none : `${duration(worker.seconds)}${ofStep}`;
   const own = ownParts(worker);
   const total = PARTS.reduce((sum, part) => sum + own[part], 0) || 1;
