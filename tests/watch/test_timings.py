@@ -36,7 +36,10 @@ def test_means_of_parts_over_workers_and_the_rest_of_the_time():
     assert parts == pytest.approx(
         {
             **dict.fromkeys(PARTS, 0.0),
-            "data": 0.1, "compute": 0.3, "exchange": 0.3, "other": 0.3,
+            "data": 0.1,
+            "compute": 0.3,
+            "exchange": 0.3,
+            "other": 0.3,
         },
         abs=1e-6,
     )

@@ -389,7 +389,7 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
     assert loss == "train/loss 1.05↓15%best 1.05@20"
     assert list(filter(None, page.run(answer, "healthy").splitlines())) == [
         "✓newest values finite",
-        "⚠waiting for worker 1 takes 57% of a step",
+        "⚠wait for worker 1: 57%",
     ]
     assert page.run(answer, "slow").split("\n") == [
         "compute 73%",

@@ -16,7 +16,7 @@ from tests.watch.writing import loop, scalars, started, write
 
 COLUMNS = (
     "return [...document.querySelectorAll('#runs-table th[data-column]')]"
-    ".map((title) => title.dataset.column).slice(2, -3)"
+    ".map((title) => title.dataset.column).slice(4, -1)"
 )
 # the line below the name of a run; what is not on the screen is not drawn
 NOTE = "const note = document.querySelector(`#runs [data-run='${arguments[0]}'] .note`);"

@@ -78,16 +78,17 @@ function health({ state, step, scalars, nonfinite, workers }) {
 function paces(workers) {
   const seconds = workers.map((worker) => worker.seconds).filter((one) => one !== null);
   const slowest = workers.find(({ lag }) => lag !== null);
-  if (!slowest) return seconds.length > 1 ? ["good", "no worker waits long for another"] : null;
+  if (!slowest) return seconds.length > 1 ? ["good", "no slow worker"] : null;
   const percent = Math.round(100 * slowest.lag);
-  return ["bad", `waiting for worker ${slowest.rank} takes ${percent}% of a step`];
+  const title = `The others wait for worker ${slowest.rank} during ${percent}% of a step`;
+  return ["bad", `wait for worker ${slowest.rank}: ${percent}%`, null, title];
 }
 
-function checked([severity, text, state]) {
+function checked([severity, text, state, title = text]) {
   const sign = severity === "good" ? "✓" : "⚠";
   const mark = severity && h("i", { class: "sign", "aria-hidden": "true" }, sign);
   const badge = { class: state && "state", "data-state": state };
-  return h("p", { "data-severity": severity, title: text }, mark, h("span", badge, text));
+  return h("p", { "data-severity": severity, title }, mark, h("span", badge, text));
 }
 
 function shares(parts) {
