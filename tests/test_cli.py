@@ -146,12 +146,13 @@ def test_the_first_failure_of_a_run_is_printed_once(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("error", "status"), [(SnapshotError("torn"), 1), (KeyboardInterrupt(), 130)]
 )
-def test_every_command_has_the_same_exit_statuses(monkeypatch, error, status):
+def test_every_command_has_the_same_exit_statuses(monkeypatch, capsys, error, status):
     def fail(_):
         raise error
 
     monkeypatch.setattr(command, "main", fail)
     assert cli.main(["run", "train.py"]) == status
+    assert capsys.readouterr().err.startswith("samestep: ")  # Ctrl-C is not silent either
 
 
 def test_an_installed_version_is_printed(monkeypatch, capsys):

@@ -173,7 +173,7 @@ def test_timing_of_every_step_is_recorded_per_worker(directory):
     timings = events(directory, "timing")
     assert [event["step"] for event in timings] == list(range(6))
     for worker in (worker for event in timings for worker in event["workers"]):
-        assert worker.keys() == PARTS | {"own"}
+        assert worker.keys() == PARTS | {"logging", "own"}
         assert all(0 <= seconds < 10 for seconds in worker.values())
         assert min(worker["compute"], worker["exchange"], worker["optimizer"]) > 0
     assert [len(event["workers"]) for event in timings] == [2] * 6
@@ -196,8 +196,40 @@ def sleepy(run):
 def test_a_worker_that_is_slow_in_user_code_is_the_slowest(tmp_path):
     run_workers(train, 2, sleepy, tmp_path, {"lanes": 2})
     first, second = view_of(tmp_path).summary()["workers"]
-    assert second["slowest"]
+    assert (first["lag"], second["lag"]) == (None, pytest.approx(1, abs=0.4))
     assert second["seconds"] > first["seconds"] + 0.25
+
+
+def test_evaluation_has_its_own_seconds(tmp_path):
+    def evaluating(run):
+        model = run.replicate(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run.track(model=model, optimizer=optimizer)
+        numbers = TensorDataset(torch.arange(8.0).view(8, 1))
+
+        def loss_fn(model, batch):
+            return model(batch[0]).mean()
+
+        for batch in run.batches(numbers, 4, epochs=1):
+            run.backward(loss_fn, model, batch)
+            optimizer.step()
+            run.evaluate(loss_fn, model, numbers, 4)
+
+    train(evaluating, tmp_path, {"lanes": 1})
+    for event in events(tmp_path, "timing"):
+        (worker,) = event["workers"]
+        assert 0 < worker["evaluation"] < worker["own"]
+
+
+def test_a_start_that_fails_before_its_first_event_has_failed(tmp_path):
+    train(job, tmp_path, {"lanes": 2})
+    (tmp_path / "events.jsonl").unlink()
+    with pytest.raises(ss.ConfigError, match="lanes"):
+        train(job, tmp_path, {"lanes": 3})
+    view = view_of(tmp_path)
+    assert view.row()["state"] == "failed"
+    assert view.summary()["failure"]["text"].startswith("ConfigError: ")
+    assert " failed at the start: ConfigError: " in view.summary()["events"][-1]["text"]
 
 
 def stalling(run):

@@ -449,6 +449,7 @@ def test_the_exchange_dtype_and_the_hash_seed_are_part_of_the_environment(monkey
         for dtype in (None, "bfloat16")
     ]
     assert differences(*environments) == "  exchange dtype: None -> bfloat16"
+    assert environments[0]["deterministic kernels"] == "None"  # CPUs have no others
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     again = environment_of_results(Config(), [torch.device("cpu")])
     assert again["hash seed"] in {"7", "0"}  # Python's own setting wins, if it disabled hashing

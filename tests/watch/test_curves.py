@@ -168,12 +168,22 @@ def test_summary():
     assert figures_of(Curve()) == [0, None, None, None]
 
 
+def test_the_best_value_of_a_step_is_in_the_snapshot_after_it():
+    made = Curve()
+    made.append((1506, True), 0.0, 0.9748, NAN, NAN)
+    assert made.summary()["highest_step"] == 1507
+
+
 def test_the_steps_of_extremes_and_the_trend_are_exact():
     made = Curve()
     for step, value in enumerate([NAN, 7.0, 3.0, 9.0, 3.0, 9.0, *[1e6 / 3] * 4, *[4.0] * 990]):
         made.append((step, False), 0.0, value, NAN, NAN)
     summary = made.summary()
-    assert (summary["lowest_step"], summary["highest_step"], summary["trend"]) == (2, 6, 0)
+    assert (summary["lowest_step"], summary["highest_step"], summary["trend"]) == (
+        2,
+        6,
+        0,
+    )  # between steps
     for step in range(249):
         made.append((1000 + step, False), 0.0, 3.0, NAN, NAN)
     assert made.summary()["trend"] == pytest.approx(3 / 4 - 1)

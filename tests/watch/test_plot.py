@@ -12,6 +12,7 @@ from PIL import Image
 from samestep.errors import ConfigError, RecordError
 from samestep.record import FileRecord
 from samestep.watch import plot
+from tests.watch.writing import started, write
 
 ODD = "<script>$\\frac{1}$ & _x"
 
@@ -95,6 +96,14 @@ def test_legends_of_runs_with_the_same_name(tmp_path):
     assert {"a/_run", "b/_run"} <= {*texts(tmp_path / "folder.svg")}
     draw(tmp_path / "a" / "_run", tmp_path / "b" / "_run", "--out", tmp_path / "two.svg")
     assert {" _run", " _run-2"} <= {*texts(tmp_path / "two.svg")}
+
+
+def test_a_run_without_the_curves_is_not_in_the_legend(run, tmp_path):
+    write(tmp_path / "empty", started())
+    make_run(tmp_path / "second")
+    draw(run, tmp_path / "empty", tmp_path / "second", "--out", tmp_path / "two.svg")
+    assert {"run", "second"} <= {*texts(tmp_path / "two.svg")}
+    assert "empty" not in texts(tmp_path / "two.svg")
 
 
 def test_log_and_smooth(run, tmp_path):

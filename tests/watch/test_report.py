@@ -216,6 +216,17 @@ def test_the_command(tmp_path, capsys):
     assert len(data_of(out.read_text())["answers"]["/api/runs"]["runs"]) == 2
 
 
+def test_the_report_of_another_run_is_not_overwritten(tmp_path, monkeypatch):
+    one, other = (make_run(tmp_path / name, 1, 0) for name in ("one", "other"))
+    monkeypatch.chdir(tmp_path)
+    assert run_command(one) == run_command("one") == 0
+    before = (tmp_path / "report.html").read_bytes()
+    with pytest.raises(ConfigError, match=r"report.html exists .*another file with --out"):
+        run_command(other)
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert run_command(other, "--out", "report.html") == 0
+
+
 def test_wrong_options(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a run's folder, .*, got .*none"):
         run_command(tmp_path / "none")

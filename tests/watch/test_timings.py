@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from samestep.record.record import PARTS
 from samestep.step import layout
+from samestep.watch import view as view_module
 from samestep.watch.timings import RECENT, Timings, lanes_of, seconds_of
-from tests.watch.writing import loop, started, timing, view_of, write
+from tests.watch.writing import START, loop, started, timing, view_of, write
 
 EQUAL = (0.1, 0.2, 0.4, 0.0, 0.0)  # data, compute, exchange, optimizer, snapshot
 
@@ -23,7 +24,7 @@ def timings(*steps):
 
 
 def append(made, step, time, attempt, workers):
-    rows = [seconds_of(dict(zip(PARTS, parts, strict=True))) for parts in workers]
+    rows = [seconds_of(dict(zip(PARTS, parts, strict=False))) for parts in workers]
     made.append(step, time, attempt, rows)
 
 
@@ -33,7 +34,13 @@ def test_means_of_parts_over_workers_and_the_rest_of_the_time():
     )
     parts = made.parts()
     assert parts == pytest.approx(
-        {"data": 0.1, "compute": 0.3, "exchange": 0.3, "optimizer": 0, "snapshot": 0, "other": 0.3},
+        {
+            **dict.fromkeys(PARTS, 0.0),
+            "data": 0.1,
+            "compute": 0.3,
+            "exchange": 0.3,
+            "other": 0.3,
+        },
         abs=1e-6,
     )
 
@@ -61,31 +68,72 @@ def test_time_between_attempts_and_over_missing_steps_does_not_count():
 
 def test_own_seconds_of_a_worker_are_those_recorded():
     made = Timings()
-    worker = dict(zip(PARTS, EQUAL, strict=True))
+    worker = dict(zip(PARTS, EQUAL, strict=False))
     made.append(0, 0.0, 0, [seconds_of({**worker, "own": seconds}) for seconds in (0.3, 0.8)])
     workers = made.workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.8])
-    assert [worker["slowest"] for worker in workers] == [False, True]
+    assert [worker["lag"] is not None for worker in workers] == [False, True]
     assert made.parts()["exchange"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("own_seconds", "is_clear"), [(1.05, False), (1.2, True)])
 def test_the_slower_of_two_workers_is_compared_with_the_other(own_seconds, is_clear):
     made = timings((0, 0.0, 0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own_seconds, 0.0, 0.0, 0.0, 0.0)]))
-    assert [worker["slowest"] for worker in made.workers()] == [False, is_clear]
+    assert [worker["lag"] is not None for worker in made.workers()] == [False, is_clear]
+
+
+def test_a_part_that_ends_in_the_next_step_is_not_counted_twice():
+    """A snapshot of 1 s at the end of each second step passes in the time of the step after it."""
+    steps = [(0.1, 0.1, 0.0, 0.0, float(step % 2)) for step in range(9)]
+    times = [0.2 * step + step // 2 for step in range(9)]
+    made = timings(*[(n, times[n], 0, [step]) for n, step in enumerate(steps)])
+    assert made.seconds() == pytest.approx(times[-1] / 8)
+    assert made.parts()["other"] == pytest.approx(0)
+
+
+def test_a_healthy_slower_worker_is_no_alarm_and_a_wait_states_its_share():
+    own_seconds = {"healthy": (0.044, 0.049), "waits": (0.044, 0.074)}
+    found = {}
+    for name, seconds in own_seconds.items():
+        workers = [(own, 0.0, 0.1, 0.0, 0.0) for own in seconds]
+        found[name] = timings(*[(step, 0.15 * step, 0, workers) for step in range(9)]).workers()
+    assert [worker["lag"] for worker in found["healthy"]] == [None, None]  # 1.1 times the other
+    assert [worker["lag"] for worker in found["waits"]] == [None, pytest.approx(0.2)]
+
+
+def test_one_pause_of_a_worker_is_no_lag():
+    pause = [(0, step, 0, [EQUAL, EQUAL if step else (50.0, *EQUAL[1:])]) for step in range(9)]
+    made = timings(*[(step, float(step), 0, rows) for step, (_, _, _, rows) in enumerate(pause)])
+    assert [worker["lag"] for worker in made.workers()] == [None, None]
+
+
+def test_time_workers_and_the_header_have_the_same_step(tmp_path, monkeypatch):
+    """Each fourth step of 0.1 s also evaluates for 0.4 s, and 1.25 s pass in the user's code."""
+    made, now = [loop(0, steps=100, batch_size=8)], 0.0
+    for step in range(9):
+        evaluation = 0.4 if step % 4 == 3 else 0.0
+        now += 0.1 + evaluation + (1.25 if step == 8 else 0.0)
+        made.append({**timing(step, *[(0.0, 0.05, 0.05, 0.0, 0.0)] * 2), "time": START + now})
+        for worker in made[-1]["workers"]:
+            worker |= {"evaluation": evaluation, "logging": 0.0}
+    view = view_of(tmp_path, started(), *made)
+    monkeypatch.setattr(view_module.time, "time", lambda: START + now)
+    shown = view.summary()
+    mean = (now - 0.1) / 8
+    assert sum(shown["parts"].values()) == pytest.approx(mean, abs=1e-6)
+    assert shown["progress"]["samples_per_second"] == pytest.approx(8 / mean)
+    assert [sum(worker["parts"].values()) for worker in shown["workers"]] == [
+        pytest.approx(mean)
+    ] * 2
+    assert shown["parts"]["evaluation"] == pytest.approx(0.8 / 8)
+    assert shown["parts"]["other"] == pytest.approx(1.25 / 8, abs=1e-6)
 
 
 def test_own_seconds_in_earlier_records_exclude_the_exchange():
     workers = timings((0, 0.0, 0, [EQUAL, (0.1, 0.5, 0.1, 0.0, 0.0)])).workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.6])
-    assert workers[1]["parts"] == {
-        "data": 0.1,
-        "compute": 0.5,
-        "exchange": 0.1,
-        "optimizer": 0,
-        "snapshot": 0,
-        "other": None,
-    }
+    seconds = {"data": 0.1, "compute": 0.5, "exchange": 0.1, "other": None}
+    assert workers[1]["parts"] == {**dict.fromkeys(PARTS, 0.0), **seconds}
 
 
 def test_seconds_that_are_not_finite_are_null():
@@ -176,13 +224,13 @@ def test_workers_their_lanes_and_the_slowest(tmp_path):
     assert [
         (worker["rank"], worker["host"], worker["pid"], worker["lanes"]) for worker in workers
     ] == [(0, "here", 100, [0, 2]), (1, "here", 101, [2, 5]), (2, "here", 102, [5, 8])]
-    assert [worker["slowest"] for worker in workers] == [False, True, False]
+    assert [worker["lag"] is not None for worker in workers] == [False, True, False]
     even = view_of(
         tmp_path / "even",
         started(),
         timing(0, (0.1, 0.2, 0.0, 0.0, 0.0), (0.1, 0.21, 0.0, 0.0, 0.0)),
     )
-    assert not any(worker["slowest"] for worker in even.summary()["workers"])
+    assert not any(worker["lag"] is not None for worker in even.summary()["workers"])
 
 
 @given(st.integers(1, 40), st.data())
@@ -214,7 +262,7 @@ def test_many_workers_have_quantiles_and_the_slowest(tmp_path):
     ]
     view = view_of(tmp_path, started(workers=100, lanes=100), *events)
     workers = view.summary()["workers"]
-    assert [worker["rank"] for worker in workers if worker["slowest"]] == [70]
+    assert [worker["rank"] for worker in workers if worker["lag"]] == [70]
     assert workers[70]["seconds"] == 0.9
     assert {worker["seconds"] for worker in workers} == {None, 0.9}
     assert view.summary()["parts"]["data"] == pytest.approx(0.1)

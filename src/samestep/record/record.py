@@ -15,7 +15,10 @@ from samestep.record.events import FILE_NAME, NON_FINITE, EventFile
 from samestep.record.images import AsyncImageWriter, Picture, copy_picture, write_picture
 
 # the parts of a step that `timing` measures
-PARTS: Final = ("data", "compute", "exchange", "optimizer", "snapshot")
+PARTS: Final = (
+    *("data", "compute", "exchange", "optimizer", "snapshot"),
+    *("evaluation", "logging"),  # only in steps that have them
+)
 MAX_TIMED_WORKERS: Final = 64  # whose seconds are recorded one by one
 QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 OWN: Final = "own"  # the duration of a step minus the time that the worker waited for others

@@ -153,7 +153,8 @@ class Recording:
         """
         values, low, high = scalars_of(means or {}, scalars)
         at = self._progress
-        self._record.scalars(at.step, at.epoch, values, low, high, between=at.between_steps)
+        with at.measuring("logging"):
+            self._record.scalars(at.step, at.epoch, values, low, high, between=at.between_steps)
         if self.is_main and LOGGED in os.environ:
             report_logged(at.step, values)
 
@@ -173,7 +174,8 @@ class Recording:
         """
         if self.is_main and self.dir is not None:
             step, between = self._progress.step, self._progress.between_steps
-            self._record.image(step, name, pixels(image), between=between)
+            with self._progress.measuring("logging"):
+                self._record.image(step, name, pixels(image), between=between)
 
     def log_histogram(self, name: str, values: Any, *, grad: bool = False) -> None:
         """Record a histogram of a tensor, or of each parameter of a module, at the current step.
@@ -207,6 +209,16 @@ class Recording:
             raise RecordError(f"run.log_histogram expected {what} for {name!r}, got none{advice}")
         if self.dir is None:
             return
+        with self._progress.measuring("logging"):
+            self._add_histograms(name, tensors, parts)
+
+    def _add_histograms(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        parts: Mapping[str, list[torch.Tensor]],
+    ) -> None:
+        """Count this worker's 1-D `parts` of `tensors`, and record the sums of all workers."""
         counts = {full: [list(tensors[full].shape), bin_counts(parts[full])] for full in parts}
         gathered = self._world.all_gather_json(counts, f"counting the histogram {name!r}")
         for rank, other in enumerate(gathered):

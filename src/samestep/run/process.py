@@ -142,7 +142,9 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
         "default dtype": torch.get_default_dtype(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "TF32 in convolutions": cudnn.allow_tf32 if devices[0].type == "cuda" else None,
-        "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
+        # torch's own mode, which a run turns on only for GPUs: its kernels for CPUs need none
+        "deterministic kernels": torch.are_deterministic_algorithms_enabled()
+        or (False if devices[0].type == "cuda" else None),
         "oneDNN": torch.backends.mkldnn.enabled,
         "assertions": __debug__,  # python -O removes them
         # the order of a set of strings; a random one differs in every process

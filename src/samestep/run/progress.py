@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -115,6 +116,7 @@ class Progress:
         self._observer = StepObserver(rank, config.dir) if observes else None
         self._current: CurrentStep | None = None
         self._optimizer_seconds = 0.0
+        self._loop_seconds: dict[str, float] = {}  # of the step's "evaluation" and "logging"
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._seconds: dict[str, float] = {}
         self._gpu_seconds: Callable[[], dict[str, float]] = dict  # replace those of the host
@@ -390,6 +392,16 @@ class Progress:
         optimizer.register_step_pre_hook(start)
         optimizer.register_step_post_hook(stop)
 
+    @contextmanager
+    def measuring(self, part: str) -> Iterator[None]:
+        """Add the seconds of a block to a part of the step, "evaluation" or "logging"."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = self._loop_seconds.get(part, 0.0) + time.perf_counter() - started
+            self._loop_seconds[part] = seconds
+
     def _measure(self, batch: Batch) -> None:
         now = (time.monotonic(), self.status.waited)
         began, waited = self._measured or now
@@ -399,10 +411,11 @@ class Progress:
             **self._lanes.take_seconds(),
             "optimizer": self._optimizer_seconds,
             "snapshot": self._snapshots.take_stall_seconds(),
+            **self._loop_seconds,
             OWN: now[0] - began - (now[1] - waited),  # without the waits for other workers
         }
         self._gpu_seconds = self._lanes.gpu_clock.take()
-        self._optimizer_seconds = 0.0
+        self._optimizer_seconds, self._loop_seconds = 0.0, {}
 
     def _is_last(self) -> bool:
         return self._config.stop_after is not None and self.step >= self._config.stop_after

@@ -568,7 +568,7 @@ class Run(Collectives, Recording):
             collate_fn=collate_fn,
             loader_workers=loader_workers,
         )
-        with self._world.status.doing("evaluating"):
+        with self._world.status.doing("evaluating"), self._progress.measuring("evaluation"):
             return evaluation.outputs(fn, model) if gather else evaluation.means(fn, model, count)
 
     def track(self, **objects: Any) -> None:

@@ -100,6 +100,7 @@ class Session:
         except BaseException:
             self._exits.close()
             raise
+        self.record = Record()  # until the directory is this run's
         try:
             self._check_exchange()
             self._assemble(config)
@@ -107,6 +108,8 @@ class Session:
             # The other workers are connected and wait for this one, so they must learn of it.
             self.world.abandon()
             self.world.status.report_failure(error)
+            with suppress(Exception):  # the error being reported is more important
+                self._add_failure(self.record, error)
             self.close()
             raise
 
@@ -446,14 +449,17 @@ class Session:
         # an event to, since only rank 0 has it open.
         with suppress(Exception):  # the error being reported is more important
             record = open_record(self.config.dir, writes=True)
-            trace = mask_urls("".join(traceback.format_exception(error)))
-            worker = {"host": socket.gethostname(), "rank": self._process.rank}
-            step = self.progress.step
-            text = mask_urls(f"{type(error).__name__}: {error}").removesuffix(": ")
-            secondary = isinstance(error, SamestepError) and error.is_secondary
-            fields = {"error": text, "is_secondary": secondary, "traceback": trace}
-            record.event("failed", **worker, step=step, **fields)
+            self._add_failure(record, error, step=self.progress.step)
             record.close()
+
+    def _add_failure(self, record: Record, error: BaseException, **step: int) -> None:
+        """Record this worker's error; `step` is missing if the run has not begun."""
+        trace = mask_urls("".join(traceback.format_exception(error)))
+        worker = {"host": socket.gethostname(), "rank": self._process.rank}
+        text = mask_urls(f"{type(error).__name__}: {error}").removesuffix(": ")
+        secondary = isinstance(error, SamestepError) and error.is_secondary
+        fields = {"error": text, "is_secondary": secondary, "traceback": trace}
+        record.event("failed", **worker, **step, **fields)
 
     def _report_stall(self, text: str | None) -> None:
         """Print that workers wait for another one, and record it, or its end. From a thread."""

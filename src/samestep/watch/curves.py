@@ -123,11 +123,13 @@ class Curve:
     def summary(self) -> dict[str, float | None]:
         """Return the number of points, and the last, lowest and highest value or None.
 
-        `lowest_step` and `highest_step` are the first steps of those. `trend` is the relative
+        `lowest_step` and `highest_step` are the numbers of steps that were complete after the
+        first of those, as in the names of snapshots. `trend` is the relative
         change from the mean of the fifth of the finite values before the newest fifth to its mean.
         """
         if self._summary is None or self._summary[0] != len(self):
-            step, _, _, value, *_ = self._table.columns()
+            step, between, _, value, *_ = self._table.columns()
+            done = step + ~between
             rows = np.flatnonzero(np.isfinite(value))
             finite = value[rows]
             low, high = (rows[at(finite)] if len(rows) else None for at in (np.argmin, np.argmax))
@@ -135,9 +137,9 @@ class Curve:
                 "points": len(value),
                 "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
                 "lowest": None if low is None else float(value[low]),
-                "lowest_step": None if low is None else float(step[low]),
+                "lowest_step": None if low is None else float(done[low]),
                 "highest": None if high is None else float(value[high]),
-                "highest_step": None if high is None else float(step[high]),
+                "highest_step": None if high is None else float(done[high]),
                 "trend": _trend(finite),
             }
             self._summary = len(self), summary

@@ -75,6 +75,7 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(text) from error
     views = _read(options.locations)
     names = _choose(views, options.scalars)
+    views = [view for view in views if set(names) & set(view.scalars())]
     with mpl.rc_context():
         mpl.rcdefaults()  # the user's own settings must not change the picture
         mpl.rcParams.update(STYLE)

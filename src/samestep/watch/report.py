@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
+from samestep.config import is_url
 from samestep.errors import ConfigError, RecordError
 from samestep.host import counted
 from samestep.watch.curves import AXES
@@ -30,6 +32,7 @@ ALL_POINTS: Final = 400_000  # of all curves, about 15 MB
 SPANS: Final = 500
 DIGITS: Final = 6  # of a value, more than a screen shows
 
+DEFAULT: Final = Path("report.html")
 PAGE: Final = Path(__file__).parent / "page"
 MAIN: Final = "main.js"
 _IMPORT: Final = re.compile(r'^import \{([^}]+)\} from "\./([\w.]+)";\n', re.MULTILINE)
@@ -42,8 +45,8 @@ _ICON: Final = re.compile(r'(?<=<link rel="icon" href=")page/([\w.]+)')
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep report` to its parser."""
     parser.add_argument("locations", **LOCATIONS)
-    out = "file to write (default: %(default)s)"
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help=out)
+    out = f"file to write (default: {DEFAULT}, unless that is a report of other runs)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     images = "megabytes of images to include, newest first (default: %(default)s)"
     parser.add_argument("--images", type=float, metavar="MB", default=20, help=images)
 
@@ -53,9 +56,17 @@ def main(options: argparse.Namespace) -> int:
     if not 0 <= options.images < math.inf:
         raise ConfigError(f"--images must be a number of megabytes from 0, got {options.images}")
     check_locations(options.locations)
+    # at the end of the file; a digest, because a report may be shared and paths are private
+    places = sorted(path if is_url(path) else os.path.realpath(path) for path in options.locations)
+    mark = f"<!-- runs {hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]} -->\n"
+    if options.out is None:
+        options.out = DEFAULT
+        if DEFAULT.exists() and not DEFAULT.read_bytes().endswith(mark.encode()):
+            text = f"{DEFAULT} exists and is no report of these runs; name another file with --out"
+            raise ConfigError(text)
     report = make_report(options.locations, image_bytes=round(options.images * 1e6))
     try:
-        options.out.write_text(report.page, encoding="utf-8", newline="")
+        options.out.write_text(report.page + mark, encoding="utf-8", newline="")
     except OSError as error:
         text = f"--out {options.out} cannot be written: {error.strerror}; use an existing folder"
         raise ConfigError(text) from error

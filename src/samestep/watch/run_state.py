@@ -339,6 +339,7 @@ def describe(event: Event, kind: str, before: Event) -> tuple[str, str]:
         fields = defaultdict(lambda: None, {**event, "worker": worker})
         if kind == "failed":
             fields["error"] = _first_line(event.get("error"))
+            fields["when"] = f"at step {event['step']}" if "step" in event else "at the start"
         text = template.format_map(fields) if isinstance(template, str) else template(event)
         severity = BAD if event.get("error") else usual
     else:
@@ -437,7 +438,7 @@ def _describe_fields(event: Event) -> str:
 DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "finished": (GOOD, "finished after {step} steps"),
     "stopped": (INFO, _describe_stop),
-    "failed": (BAD, "{worker} failed at step {step}: {error}"),
+    "failed": (BAD, "{worker} failed {when}: {error}"),
     "restarting": (BAD, "{worker} failed at step {step}: {reason}; restarting all workers"),
     "stalled": (BAD, "stalled: {reason}"),
     "recovered": (GOOD, "continues at step {step} after the stall"),

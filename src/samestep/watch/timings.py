@@ -31,7 +31,7 @@ RECENT: Final = 100  # steps
 MOST_WORKERS: Final = 2**16  # of a start
 MOST_TIMED: Final = 2**12  # workers with seconds of their own: earlier versions recorded all
 NO_QUANTILES: Final = (math.nan,) * len(QUANTILES)
-CLEARLY_SLOWER: Final = 1.1  # than the median of all workers, the faster one of two
+LAG: Final = 0.1  # of a step: a shorter wait for the slowest worker is not worth a report
 
 
 class Newest(NamedTuple):
@@ -54,7 +54,7 @@ class Newest(NamedTuple):
 
 
 class Timings:
-    """Seconds of each step: 64 bytes per step, and 4 more per worker.
+    """Seconds of each step: 72 bytes per step, and 4 more per worker.
 
     A worker's own seconds exclude its waits for other workers. The record has quantiles of many
     workers instead.
@@ -88,7 +88,8 @@ class Timings:
             return False
         if len(values) != len(QUANTILES):
             return False
-        parts, seconds = [to_float(means.get(part)) for part in PARTS], [*map(to_float, values)]
+        parts = [to_float(means.get(part, 0.0)) for part in PARTS]
+        seconds = [*map(to_float, values)]
         self._steps.append((step, time, attempt, 0, *parts, *seconds))
         if (rank := to_int(event.get("slowest"))) is not None:
             self._newest.slowest.append((step, (rank, seconds[-1], seconds[len(seconds) // 2])))
@@ -117,13 +118,26 @@ class Timings:
         return Steps(step, time, attempt, workers, parts, quantiles, self._own.columns()[0])
 
     def parts(self) -> dict[str, float | None]:
-        """Return the mean seconds per step by part, over workers and the newest steps."""
-        return {name: _mean(column[-RECENT:]) for name, column in self._recent().by_part().items()}
+        """Return the mean seconds per step by part, over workers and the newest steps.
+
+        A step lasts until the next one begins, so with `OTHER` they add up to all of the time.
+        """
+        recent = self._recent()
+        rows = np.isfinite(recent.wall())
+        rows |= not rows.any()
+        means = {name: _mean(column[rows]) for name, column in recent.by_part().items()}
+        return {name: mean and max(0.0, mean) for name, mean in means.items()}
+
+    def seconds(self) -> float | None:
+        """Return the mean seconds of a step, which `parts` add up to; None if unknown."""
+        parts = self.parts()
+        return None if parts[OTHER] is None else sum(filter(None, parts.values()))
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return each worker's median own seconds and mean seconds by part, over the newest steps.
+        """Return each worker's mean own seconds and mean seconds by part, over the newest steps.
 
-        `slowest` marks at most one worker, which is clearly slower than the median worker.
+        At most one worker has a `lag`: the share of a step that the median worker waits for it, or
+        the faster one of two. It compares medians, so a pause in one step is none.
         """
         newest = [workers for _, workers in self._newest.workers]
         if not newest:
@@ -133,21 +147,23 @@ class Timings:
         seconds = np.asarray([step for step in newest if len(step) == count])
         medians = np.median(seconds[:, :, -1], axis=0).tolist()
         finite = [value if np.isfinite(value) else 0.0 for value in medians]
-        slowest = count > 1 and max(finite) > CLEARLY_SLOWER * median_low(finite)
         wall = _mean(self._recent().wall()[-len(seconds) :])
-        means = seconds[:, :, :-1].mean(axis=0)
-        others = to_list(np.maximum((np.nan if wall is None else wall) - means.sum(axis=1), 0.0))
+        lag = _lag(max(finite), median_low(finite), wall)
+        with np.errstate(invalid="ignore"):  # infinities that no run writes
+            means = seconds.mean(axis=0)
+        rest = (np.nan if wall is None else wall) - means[:, :-1].sum(axis=1)
+        own, others = to_list(means[:, -1]), to_list(np.maximum(rest, 0.0))
         return [
             {
-                "seconds": medians[rank] if np.isfinite(medians[rank]) else None,
+                "seconds": own[rank],
                 "parts": {**dict(zip(PARTS, to_list(parts), strict=True)), OTHER: others[rank]},
-                "slowest": slowest and rank == finite.index(max(finite)),
+                "lag": lag if rank == finite.index(max(finite)) else None,
             }
-            for rank, parts in enumerate(means)
+            for rank, parts in enumerate(means[:, :-1])
         ]
 
-    def slowest(self) -> tuple[int, float] | None:
-        """Return the rank and seconds of one of many workers that is clearly slower, if any.
+    def slowest(self) -> tuple[int, float, float] | None:
+        """Return the rank, seconds and lag (as in `workers`) of one of many workers, if any.
 
         It is the one that was the slowest most often in the newest steps.
         """
@@ -159,7 +175,8 @@ class Timings:
         seconds = median(seconds for slow, seconds, _ in newest if slow == rank)
         middle = median(middle for slow, _, middle in newest if slow == rank)
         is_often = 2 * ranks.count(rank) > len(ranks)
-        return (rank, seconds) if is_often and seconds > CLEARLY_SLOWER * middle else None
+        lag = _lag(seconds, middle, self.seconds()) if is_often else None
+        return None if lag is None else (rank, seconds, lag)
 
     def _recent(self) -> Steps:
         """Return the newest steps and the one before, whose time is the start of the first."""
@@ -201,7 +218,7 @@ class Steps:
         return {
             "x": [float(steps.step[start]) for start, _ in bounds],
             "parts": {
-                name: to_list(_means(span, column, len(bounds)))
+                name: to_list(np.maximum(_means(span, column, len(bounds)), 0.0))
                 for name, column in steps.by_part().items()
             },
             "workers": steps.by_worker(span, len(bounds)),
@@ -213,8 +230,12 @@ class Steps:
         }
 
     def by_part(self) -> dict[str, NDArray[Any]]:
-        """Return each step's mean seconds by part, and the rest of its time, NaN if unknown."""
-        rest = np.maximum(self.wall() - sum(part.astype(np.float64) for part in self.parts), 0)
+        """Return each step's mean seconds by part, and the rest of its time, NaN if unknown.
+
+        The rest may be negative in a step whose last part ended after its exchange, such as a
+        snapshot: the time of the next step then has it. In means, this cancels.
+        """
+        rest = self.wall() - sum(part.astype(np.float64) for part in self.parts)
         return {**dict(zip(PARTS, self.parts, strict=True)), OTHER: rest}
 
     def wall(self) -> NDArray[Any]:
@@ -253,7 +274,7 @@ def seconds_of(worker: Mapping[str, Any]) -> list[float]:
 
     Records of earlier versions have no own ones: there, they are those of all parts but `exchange`.
     """
-    parts = [to_float(worker.get(part)) for part in PARTS]
+    parts = [to_float(worker.get(part, 0.0)) for part in PARTS]
     own_seconds = to_float(worker[OWN]) if OWN in worker else sum(parts) - parts[EXCHANGE]
     return [*parts, own_seconds]
 
@@ -262,9 +283,9 @@ def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, An
     """Return the rank, host, devices, lanes and timings of each worker of a start event."""
     workers, timed = started_workers(start), dict(enumerate(timings.workers()))
     lanes = to_int(start.get("lanes")) or 0
-    unknown = {"seconds": None, "parts": dict.fromkeys((*PARTS, OTHER)), "slowest": False}
+    unknown = {"seconds": None, "parts": dict.fromkeys((*PARTS, OTHER)), "lag": None}
     if (slowest := timings.slowest()) is not None:
-        timed = {slowest[0]: {**unknown, "seconds": slowest[1], "slowest": True}}
+        timed = {slowest[0]: {**unknown, "seconds": slowest[1], "lag": slowest[2]}}
     return [
         {
             "rank": rank,
@@ -288,6 +309,16 @@ def started_workers(start: Mapping[str, Any]) -> list[dict[str, Any]]:
 def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
     """Return a worker's lanes [first, end), as `samestep.step.layout.lanes_of` does."""
     return rank * lanes // workers, (rank + 1) * lanes // workers
+
+
+def _lag(longest: float, usual: float, step: float | None) -> float | None:
+    """Return the share of a step for which `longest` own seconds make a worker with `usual` wait.
+
+    None if it is less than `LAG`.
+    """
+    step = max(step or 0.0, longest)
+    lag = (longest - usual) / step if step > 0 else 0.0
+    return lag if lag >= LAG else None
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -384,19 +384,30 @@ def _state(run: RunState, now: float, seen: float | None) -> str:
     return "silent" if now - newest > limit else run.state
 
 
-def _seconds_per_step(run: RunState) -> tuple[float, float] | None:
-    """Return the usual seconds of a step, and those to expect, with evaluations between steps.
+def _step_seconds(run: RunState) -> float | None:
+    """Return the mean seconds of the newest steps, as the page shows them everywhere.
 
-    What to expect is the mean since the loop began in this start. If steps became slower since
+    A step lasts until the next one begins, with evaluation and all else that the loop does.
+    """
+    if len(run.paces) < 2:
+        return None
+    (first, begin), (last, end) = run.paces[0], run.paces[-1]
+    return run.timings.seconds() or (end - begin) / (last - first) or None
+
+
+def _seconds_to_expect(run: RunState) -> float | None:
+    """Return the seconds of a step to expect, with evaluations between steps.
+
+    It is the mean since the loop began in this start. If steps became slower since
     then, it is the usual time of the newest ones.
     """
     steps = pairwise(run.paces)
     gaps = [(later - time) / (last - first) for (first, time), (last, later) in steps]
     usual = median(gaps) if gaps else 0.0
     if usual <= 0 or run.loop_pace is None:
-        return (usual, usual) if usual > 0 else None
+        return usual if usual > 0 else None
     (first, begin), (last, end) = run.loop_pace, run.paces[-1]
-    return usual, max(usual, (end - begin) / max(1.0, last - first))
+    return max(usual, (end - begin) / max(1.0, last - first))
 
 
 def principal(curves: Mapping[str, Curve]) -> dict[str, Any] | None:
@@ -426,8 +437,9 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
     steps, batch = to_int(loop.get("steps")), to_int(loop.get("batch_size"))
     if run.loop is not None:
         done = max(0, done - (to_int(loop.get("step")) or 0)) + (to_int(loop.get("done")) or 0)
-    seconds = _seconds_per_step(run) if is_running else None
-    pace = None if seconds is None else 1 / seconds[0]
+    seconds = _step_seconds(run) if is_running else None
+    expected = _seconds_to_expect(run) if is_running else None
+    pace = None if seconds is None else 1 / seconds
     remaining = None if steps is None else max(0, steps - done)
     # if a loop ends with its epoch, the record does not say how many loops follow
     share = None if not steps else 1 - (steps - done) / (per_epoch or steps)
@@ -442,7 +454,7 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
         "samples": _samples(loop, done, batch),
         "samples_per_second": None if pace is None or batch is None else pace * batch,
         "steps_per_second": pace,
-        "seconds_left": None if seconds is None or remaining is None else remaining * seconds[1],
+        "seconds_left": None if expected is None or remaining is None else remaining * expected,
     }
 
 

@@ -40,7 +40,7 @@ def _events(seconds, workers=lambda step: [RECORDED]):
 def test_a_step_is_the_time_between_two_events_and_other_is_the_rest():
     timing = read_timing(_events([1.0] * 9))
     assert timing.step == 1.0
-    assert timing.parts == {**RECORDED, "other": 0.375}
+    assert timing.parts == {**dict.fromkeys(PARTS, 0.0), **RECORDED, "other": 0.375}
     assert tuple(timing.parts) == PARTS
     assert timing.waiting == 0.0
 
@@ -128,3 +128,4 @@ def test_the_workload_is_read_from_the_record():
     assert read_workload([STARTED, loop]) == Workload(4, 12, "cpu", 1)
     stream = {"event": "loop", "batch_size": None}
     assert read_workload([STARTED, stream]).batch_size is None
+    assert read_workload([STARTED, {"event": "sharded"}]).is_sharded

@@ -418,10 +418,10 @@ def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp
     open_report(page, run, tmp_path)
     page.until("return document.querySelector('.answer').innerText.startsWith('accuracy 0.5')")
     _, healthy, slow = page.run(ANSWERS)
-    assert healthy.splitlines()[-1].endswith("workers equally fast")
+    assert healthy.splitlines()[-1].endswith("no slow worker")
     assert slow.startswith("compute 100%")
     page.choose_tab("workers")
-    page.wait_for(["2 s per step"] * 2, PACES)
+    page.wait_for(["2 s"] * 2, PACES)
     page.choose_tab("time")
     assert page.text("#panel-time").startswith("A step takes 2 s")
 

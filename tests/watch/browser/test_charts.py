@@ -287,10 +287,10 @@ def test_charts_of_time_workers_and_hosts_are_saved_and_enlarged(run, page, tmp_
     parts = (0.5, 1.0, 0.25, 0.0, 0.0), (0.5, 2.0, 0.25, 0.0, 0.0)
     append(run, started(), timing(0, *parts), timing(1, *parts), system("a"))
     page.open(run.name, tab="workers")
-    page.until("return document.querySelector('.seconds')?.textContent.endsWith('per step')")
+    page.until("return document.querySelector('.seconds')?.textContent.endsWith('s')")
     labels = {
         "time": "Seconds per step by part, over the run",
-        "workers": "Seconds per step, by worker",
+        "workers": "Own seconds per step, without waiting for other workers",
         "system": "CPU, all cores",
     }
     orange = (213, 94, 0)  # of the exchange, of the second worker

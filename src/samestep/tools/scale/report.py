@@ -15,12 +15,29 @@ WIDTH: Final = 100  # columns; the tables are narrower
 
 
 def report_lines(study: Study) -> Iterator[str]:
-    """Yield the lines of the report: measurements, bottleneck and forecast."""
-    for number, section in enumerate((_measurements, _bottleneck, _forecast)):
-        yield from [""] * (number > 0)
-        for line in section(study):
+    """Yield the lines of the report: verdict, measurements, bottleneck and forecast."""
+    for number, section in enumerate((_verdict, _measurements, _bottleneck, _forecast)):
+        lines = list(section(study))
+        yield from [""] * (number > 0 and bool(lines))
+        for line in lines:
             indent = line[: len(line) - len(line.lstrip())]
             yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _verdict(study: Study) -> Iterator[str]:
+    fewest, most = study.fewest_workers, study.most_workers
+    if most == fewest:
+        yield "No verdict: it needs at least two worker counts, for example -n 1,2."
+        return
+    best = max(study.timings, key=lambda workers: study.speedup(workers).middle)
+    if best > fewest:
+        factor = study.speedup(best).middle / fewest
+        efficiency = f"{study.speedup(best).middle / best:.0%}"
+        yield f"Use {best} workers: {_digits(factor)} times as fast as {fewest} ({efficiency})."
+    else:
+        factor = study.speedup(most).middle / fewest
+        workers = counted(fewest, "worker")
+        yield f"Stay with {workers}: {most} are {_digits(factor)} times as fast."
 
 
 def _measurements(study: Study) -> Iterator[str]:
@@ -52,7 +69,6 @@ def _measurements(study: Study) -> Iterator[str]:
 def _bottleneck(study: Study) -> Iterator[str]:
     most_workers = study.most_workers
     if most_workers == study.fewest_workers:
-        yield "To find the bottleneck, measure at least two worker counts, for example -n 1,2."
         return
     bottleneck = study.bottleneck()
     if bottleneck is None:
@@ -63,10 +79,6 @@ def _bottleneck(study: Study) -> Iterator[str]:
         excess = f"{milliseconds(bottleneck.seconds)} ms per step above its ideal share"
         yield f"Bottleneck of {most_workers} workers: {part}, {excess}. Remedy:"
         yield f"  {bottleneck.remedy}."
-    waited = milliseconds(study.waiting(most_workers).middle)
-    yield f"Waiting for the slowest worker takes {waited} ms of the exchange."
-    if study.speedup(most_workers).middle <= study.fewest_workers:
-        yield f"More workers were no faster than {study.fewest_workers}."
 
 
 def _forecast(study: Study) -> Iterator[str]:
@@ -94,13 +106,8 @@ def _forecast(study: Study) -> Iterator[str]:
     if len(rows) > 1:
         yield from table(rows)
     yield (
-        f"More than {counted(lanes, 'worker')} need more lanes (--lanes). With larger global "
-        "batches, lanes of this size, and one lane per worker, a step takes "
-        f"{_time_range(forecast.step(lanes))} ms with any number of workers."
-    )
-    yield (
-        "A network between hosts is not included: run a few steps there, and compare the exchange "
-        "on the page (samestep watch)."
+        f"More than {counted(lanes, 'worker')} need more lanes (--lanes). A network between hosts "
+        "is not included."
     )
 
 

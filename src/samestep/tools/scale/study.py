@@ -28,13 +28,18 @@ REMEDIES: Final = {
     "partly frozen model), or a faster link",
     "waiting": "use a worker count that divides the lanes, samples of similar cost in all lanes "
     "(group_by), and an idle machine",
-    "optimizer": "use run.shard(optimizer), and fused=True if the optimizer supports it; with "
-    "run.shard, the rest is the gather of parameters, which has the same remedies as the exchange",
+    "optimizer": "use run.shard(optimizer), and fused=True if the optimizer supports it",
     "snapshot": "increase snapshot_every, and set hot_every=none if killed workers need not be "
     "replaced quickly",
-    "other": "do less in the loop outside of the step: evaluate, log, clip and print less often, "
-    "and read no tensor unnecessarily",
+    "evaluation": "evaluate less often, or with larger blocks (batch_size of run.evaluate)",
+    "logging": "log scalars, images and histograms less often",
+    "other": "do less in the loop outside of the step: plot, clip and print less often, and read "
+    "no tensor unnecessarily",
 }
+OF_SHARDED: Final = (
+    "use fused=True if the optimizer supports it; the rest is the gather of parameters, which has "
+    "the same remedies as the exchange"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    before: Parts, after: Parts, waiting: float, factor: float
+    before: Parts, after: Parts, waiting: float, factor: float, *, is_sharded: bool = False
 ) -> Bottleneck | None:
     """Return the part that most exceeds its ideal share of a step.
 
@@ -60,7 +65,8 @@ def find_bottleneck(
     excess["exchange"] -= waiting
     excess["waiting"] = waiting
     part = max(excess, key=lambda name: excess[name])
-    return Bottleneck(part, excess[part], REMEDIES[part])
+    remedy = OF_SHARDED if is_sharded and part == "optimizer" else REMEDIES[part]
+    return Bottleneck(part, excess[part], remedy)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class Study:
         """Return what limits the most workers."""
         ends = (self.fewest_workers, self.most_workers)
         before, after = ({name: self.part(n, name).middle for name in PARTS} for n in ends)
-        return find_bottleneck(before, after, self.waiting(ends[1]).middle, ends[1] / ends[0])
+        waiting, factor = self.waiting(ends[1]).middle, ends[1] / ends[0]
+        is_sharded = self.workload.is_sharded
+        return find_bottleneck(before, after, waiting, factor, is_sharded=is_sharded)
 
     @cached_property
     def forecast(self) -> Forecast | None:

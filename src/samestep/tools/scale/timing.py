@@ -88,13 +88,15 @@ def _mean_and_least(step: Mapping[str, Any], part: str) -> tuple[float, float]:
 class Workload:
     """The properties of a script that are the same in all runs.
 
-    The global `batch_size` is None for streams. `threads` are per worker.
+    The global `batch_size` is None for streams. `threads` are per worker. `is_sharded` says whether
+    an optimizer is sharded (`run.shard`).
     """
 
     lanes: int
     batch_size: int | None
     device: str
     threads: int
+    is_sharded: bool = False
 
 
 class TrialRunner:
@@ -142,6 +144,7 @@ def read_workload(events: Sequence[Mapping[str, Any]]) -> Workload:
         loops[-1]["batch_size"] if loops else None,
         str(start["devices"][0]).partition(":")[0],
         start["config"]["threads"],
+        any(event["event"] == "sharded" for event in events),
     )
 
 

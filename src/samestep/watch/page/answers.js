@@ -1,8 +1,8 @@
 // Three answers about the run: is it learning, is it healthy, and what is slow?
 
-import { partColor, PARTS } from "./colors.js";
+import { partColor, partName, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
-import { bestOf, count, goal, number, principal } from "./format.js";
+import { bestOf, count, goal, number, principal, several } from "./format.js";
 import { choose } from "./state.js";
 
 const STEADY = 0.005; // a smaller change is no trend
@@ -49,7 +49,7 @@ function scored({ name, last, best, trend: change, at }) {
   const isBetter = change < 0 === (goal(name) === "lowest");
   const percent = Math.min(999, Math.round(100 * Math.abs(change)));
   const severity = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
-  const where = at === null ? "" : ` at step ${count(at)}`;
+  const where = at === null ? "" : ` after ${several(at, "step")}, as in a snapshot's name`;
   const text = `${name} ${number(last)}, best ${number(best)}${where}`;
   return h("p", { title: text }, `${name} `, h("b", {}, number(last)),
     change !== null && h("span", { class: "trend", "data-severity": severity, title: TREND },
@@ -77,20 +77,18 @@ function health({ state, step, scalars, nonfinite, workers }) {
 
 function paces(workers) {
   const seconds = workers.map((worker) => worker.seconds).filter((one) => one !== null);
-  const slowest = workers.find((worker) => worker.slowest);
-  if (!slowest) return seconds.length > 1 ? ["good", "workers equally fast"] : null;
-  if (seconds.length < 2) return ["bad", `worker ${slowest.rank} is the slowest`];
-  // the lower middle one of an even number, so that the slower of two workers is compared
-  const median = seconds.sort((a, b) => a - b)[(seconds.length - 1) >> 1];
-  const times = Number((slowest.seconds / median).toPrecision(2));
-  return ["bad", `worker ${slowest.rank}: ${times}× the median`];
+  const slowest = workers.find(({ lag }) => lag !== null);
+  if (!slowest) return seconds.length > 1 ? ["good", "no slow worker"] : null;
+  const percent = Math.round(100 * slowest.lag);
+  const title = `The others wait for worker ${slowest.rank} during ${percent}% of a step`;
+  return ["bad", `wait for worker ${slowest.rank}: ${percent}%`, null, title];
 }
 
-function checked([severity, text, state]) {
+function checked([severity, text, state, title = text]) {
   const sign = severity === "good" ? "✓" : "⚠";
   const mark = severity && h("i", { class: "sign", "aria-hidden": "true" }, sign);
   const badge = { class: state && "state", "data-state": state };
-  return h("p", { "data-severity": severity, title: text }, mark, h("span", badge, text));
+  return h("p", { "data-severity": severity, title }, mark, h("span", badge, text));
 }
 
 function shares(parts) {
@@ -102,7 +100,8 @@ function shares(parts) {
   const area = ([part, percent]) =>
     h("i", { vars: { width: `${percent}%`, background: partColor(part) } });
   const share = ([part, percent]) =>
-    h("span", { "data-part": part }, key(part), `${part} `, h("b", {}, `${Math.round(percent)}%`));
+    h("span", { "data-part": part },
+      key(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
   return [
     h("div", { class: "parts", "aria-hidden": "true" }, found.filter(([, one]) => one).map(area)),
     h("p", { class: "parts-named" }, largest.map(share)),

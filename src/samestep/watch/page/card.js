@@ -12,6 +12,7 @@ import { choose } from "./state.js";
 const MANY = 4; // runs; with more, bands and raw values would hide each other
 const MOST_LETTERS = 18; // in the title of a small chart's y axis
 const FAR_OUT = 3; // interquartile ranges
+const SPIKE = 3; // points at most
 
 export class Card {
   constructor(name) {
@@ -149,15 +150,14 @@ export class Card {
     const isDrawn = (value) => value !== null && (!state.log || value > 0);
     const isEmpty = !this.curves.some(({ value }) => value.some(isDrawn));
     const reason = state.log ? "No value here is above zero." : "No value here is finite.";
-    const range = state.clip ? usual(this.curves, state, isDrawn) : null;
-    const outside = range?.outside ? `Outliers that are not shown: ${count(range.outside)}` : "";
-    this.say(isEmpty ? reason : outside);
+    const clipped = state.clip ? withoutSpikes(this.curves, state, isDrawn) : null;
+    this.say(isEmpty ? reason : clipped ? named(clipped.spikes, state.axis) : "");
     const marks = this.curves.length === 1 ? view.restarts(this.curves[0].id) : [];
     const { log, from, to } = state;
     const time = state.axis === "time";
     const title = time ? TIME : "step";
     const unit = this.large ? this.name : shortened(splitName(this.name)[1]);
-    this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, range: range?.range });
+    this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, ...clipped });
     this.showValue(null);
     this.showBest();
     const drawn = this.curves.reduce((sum, curve) => sum + curve.x.length, 0);
@@ -251,18 +251,38 @@ function rangeAt({ raw, edges, spans }, index) {
 }
 
 /**
- * Return the range of the drawn values without outliers, and how many are outside of it: those more
- * than 3 interquartile ranges from the quartiles ("far out", Tukey 1977). Null if there are none.
+ * Return the `spikes` of the drawn curves, and the `range` of all other values; null without any.
+ *
+ * A spike is a few points long: it is higher, or lower, than values close before and after it, by
+ * more than 3 interquartile ranges of all values ("far out", Tukey 1977). The first values of a
+ * curve that descends are none.
  */
-function usual(curves, { from, to }, isDrawn) {
-  const inside = (x) => from === null || (x >= from && x <= to);
-  const values = curves
-    .flatMap(({ x, value }) => value.filter((y, index) => isDrawn(y) && inside(x[index])))
-    .sort((a, b) => a - b);
+function withoutSpikes(curves, { from, to }, isDrawn) {
+  const isInside = (x) => from === null || (x >= from && x <= to);
+  const points = curves.map(({ x, value, color }) => x.flatMap((at, index) =>
+    (isDrawn(value[index]) && isInside(at) ? [{ x: at, y: value[index], color }] : [])));
+  const values = points.flat().map(({ y }) => y).sort((a, b) => a - b);
   const quantile = (share) => values[Math.round(share * (values.length - 1))];
-  const [lower, upper] = [quantile(0.25), quantile(0.75)];
-  const most = FAR_OUT * (upper - lower);
-  const kept = values.filter((value) => value >= lower - most && value <= upper + most);
-  const outside = values.length - kept.length;
-  return outside && most > 0 ? { range: [kept[0], kept.at(-1)], outside } : null;
+  const far = FAR_OUT * (quantile(0.75) - quantile(0.25));
+  const isSpike = ({ y }, index, all) => [1, -1].some((sign) => {
+    const [before, after] = [Math.max(0, index - SPIKE), index + 1];
+    const near = [all.slice(before, index), all.slice(after, after + SPIKE)];
+    return near.every((part) => Math.max(...part.map((point) => sign * (y - point.y))) > far);
+  });
+  const spikes = far > 0 ? points.flatMap((all) => all.filter(isSpike)) : [];
+  const rest = new Set(points.flat());
+  spikes.forEach((spike) => rest.delete(spike));
+  const kept = [...rest].map(({ y }) => y);
+  const range = [kept.reduce((a, b) => Math.min(a, b), Infinity),
+    kept.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const outside = spikes.filter(({ y }) => y < range[0] || y > range[1]);
+  return outside.length ? { range, spikes: outside } : null;
+}
+
+/** Return a line about the highest of the spikes. */
+function named(spikes, axis) {
+  const { x, y } = spikes.reduce((a, b) => (Math.abs(b.y) > Math.abs(a.y) ? b : a));
+  const at = axis === "time" ? `after ${clockSpan(x)}` : `at step ${count(x)}`;
+  const rest = spikes.length > 1 ? `, and ${count(spikes.length - 1)} more points` : "";
+  return `Spike beyond the scale: ${number(y)} ${at}${rest}`;
 }

@@ -50,7 +50,8 @@ export class Chart {
 
   /**
    * Draw curves. Options: time (x is seconds), log, from and to (null: all), marks (x values of
-   * vertical lines), zero (y starts at 0), range (of y, null: all), title and unit (of x and y).
+   * vertical lines), zero (y starts at 0), range (of y, null: all), spikes (beyond it,
+   * {x, y, color}, to be marked), title and unit (of x and y).
    */
   draw(curves, options) {
     this.curves = curves;
@@ -139,6 +140,7 @@ export class Chart {
         setSelect: [(plot) => this.select(plot)],
         setCursor: [(plot) => this.point(plot)],
         drawAxes: [(plot) => this.mark(plot)],
+        draw: [(plot) => this.markSpikes(plot)],
       },
     };
   }
@@ -204,6 +206,22 @@ export class Chart {
       ctx.stroke();
     }
     ctx.restore();
+  }
+
+  /** Draw an arrowhead where a value is beyond the upper or lower edge. */
+  markSpikes({ ctx, bbox, scales, valToPos }) {
+    const size = 5 * devicePixelRatio;
+    for (const { x, y, color } of this.options.spikes ?? []) {
+      const isAbove = y > scales.y.max;
+      const [place, edge] = [valToPos(x, "x", true), bbox.top + (isAbove ? 0 : bbox.height)];
+      const base = edge + (isAbove ? 2 : -2) * size;
+      ctx.fillStyle = resolved(color);
+      ctx.beginPath();
+      ctx.moveTo(place, edge);
+      ctx.lineTo(place - size, base);
+      ctx.lineTo(place + size, base);
+      ctx.fill();
+    }
   }
 }
 

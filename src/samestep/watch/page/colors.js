@@ -32,7 +32,10 @@ export function resolved(variable) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-export const PARTS = ["data", "compute", "exchange", "optimizer", "snapshot", "other"];
+export const PARTS = [
+  "data", "compute", "exchange", "optimizer", "snapshot", "evaluation", "logging", "other",
+];
+export const partName = (part) => (part === "other" ? "your code" : part);
 export const partColor = (part) => `var(--part-${part})`;
 
 function storedTheme() {

@@ -1,6 +1,7 @@
 // The panel of curves: controls for all charts, and one chart per scalar, grouped by name prefix.
 
 import { Card } from "./card.js";
+import { lineKey, lookOf } from "./colors.js";
 import { h, onChange, searchBox, toggle } from "./dom.js";
 import { count, splitName } from "./format.js";
 import { histograms } from "./histograms.js";
@@ -13,7 +14,11 @@ export function curvesPanel(root) {
   const tools = toolbar();
   const grid = h("div", { class: "groups" });
   const counts = histograms();
-  root.append(tools.element, grid, counts.element);
+  // where the list of runs is folded away
+  const legend = h("p", { class: "legend narrow", "aria-label": "Runs" });
+  root.append(tools.element, legend, grid, counts.element);
+  const drawLegend = onChange((runs) => legend.replaceChildren(...(runs.length < 2 ? [] : runs)
+    .map(({ look, name }) => h("span", {}, lineKey(look), name))));
   const watcher = new IntersectionObserver(
     (entries) =>
       entries.forEach(({ target, isIntersecting }) =>
@@ -32,6 +37,7 @@ export function curvesPanel(root) {
       const names = all.filter((name) => matches(name, state.search));
       tools.update(names.length, all.length, view);
       arrange({ names, pins: state.pins.filter((name) => names.includes(name)) });
+      drawLegend(view.runs.map(({ id, name }) => ({ look: lookOf(id), name })));
       cards.forEach((card) => card.show(view));
       counts.update(view);
     },
@@ -104,8 +110,8 @@ function toolbar() {
   const log = toggle("log", "Log", "Logarithmic scale", () => choose({ log: !state.log }));
   const title = "From the lowest to the highest worker";
   const band = toggle("band", "Band", title, () => choose({ band: !state.band }));
-  const all = "Fit the scale to the curve without its outliers";
-  const clip = toggle("clip", "No outliers", all, () => choose({ clip: !state.clip }));
+  const all = "Mark spikes at the edge, so that they do not flatten the rest";
+  const clip = toggle("clip", "Clip spikes", all, () => choose({ clip: !state.clip }));
   const smooth = h("input", {
     id: "smooth",
     type: "range",

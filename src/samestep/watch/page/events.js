@@ -6,7 +6,7 @@ import { bytes, count, moment } from "./format.js";
 const FIRST = 200; // rows of the list until "Show all" is pressed
 
 export function eventsPanel(root) {
-  const hidden = new Set();
+  const hidden = new Set(["snapshot_removed"]); // one for nearly each snapshot
   let all = false;
   let last;
   const again = () => {

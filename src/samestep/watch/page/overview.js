@@ -28,7 +28,7 @@ export function overview(root) {
         return;
       }
       const { events, scalars, histograms, images, config, workers, parts, now, ...shown } = run;
-      draw({ ...shown, count: workers.length }, view.clock);
+      draw({ ...shown, count: workers.length, evaluates: parts.evaluation > 0 }, view.clock);
       noted.update(run);
       three.update(view);
       this.tick(view);
@@ -71,7 +71,8 @@ function content(run, age, clock, beside, isLoading) {
         figure("step", "Step", count(run.step), paced),
         figure("workers", "Workers", count(run.count), several(run.lanes, "lane")),
         samples !== null && figure("samples", "Samples", count(samples),
-          perSecond === null ? null : `${number(perSecond)}/s`),
+          perSecond === null ? null
+            : `${number(perSecond)}/s${run.evaluates ? " with evaluation" : ""}`),
         figure("elapsed", "Elapsed", duration(run.elapsed),
           run.attempts > 1 && `${run.attempts} starts`))),
     bar(progress),

@@ -9,7 +9,7 @@ const DEFAULTS = {
   axis: "step",
   log: false,
   band: true,
-  clip: false, // ignore outliers
+  clip: true, // mark spikes at the edge
   smooth: 0,
   from: null, // the zoomed range, in steps or in seconds since a run's start
   to: null,

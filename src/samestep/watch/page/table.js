@@ -10,6 +10,7 @@ import { choose, state } from "./state.js";
 
 const MOST_SCORES = 2; // chosen automatically
 const MOST_SETTINGS = 6;
+const PLACES = ["dir", "remote", "sinks"]; // differ in most runs, and say nothing about results
 const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
 // a run becomes silent without an event, and has no `elapsed` until its record is read
@@ -138,7 +139,8 @@ function automatic(runs) {
   const isBest = (name) => name.startsWith("best ") && scores.has(name.slice(5));
   const first = new Set([...runs.flatMap((run) => run.principal), ...scores]);
   const some = [...first].slice(0, MOST_SCORES);
-  const settings = names.filter((name) => !scores.has(name) && !isBest(name));
+  const isSetting = (name) => !scores.has(name) && !isBest(name) && !PLACES.includes(name);
+  const settings = names.filter(isSetting);
   return [...some.flatMap((name) => [name, `best ${name}`]), ...settings.slice(0, MOST_SETTINGS)];
 }
 
@@ -164,7 +166,7 @@ function sorted(runs) {
 
 function head(chosen, sort, tagged) {
   const first = tagged ? ["run", "tags"] : ["run"];
-  const titles = [...first, "state", ...chosen, "step", "duration", "age"];
+  const titles = [...first, "state", "step", "duration", ...chosen, "age"];
   const cells = titles.map((title) => {
     const order = sort === title ? "ascending" : sort === `-${title}` ? "descending" : "none";
     const click = () => choose({ sort: sort === `-${title}` ? title : `-${title}` });
@@ -184,8 +186,8 @@ function line(run, chosen, current, tagged) {
     tagged && h("td", {}, tagButtons(run.tags)),
     h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state), " ",
       run.nonfinite && h("span", { class: "state", "data-state": "nonfinite" }, "not finite")),
-    chosen.map((column) => h("td", {}, shown(run.values[column]))),
-    h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)), h("td", {}));
+    h("td", {}, count(run.step)), h("td", {}, duration(run.elapsed)),
+    chosen.map((column) => h("td", {}, shown(run.values[column]))), h("td", {}));
 }
 
 function choice(name, chosen) {

@@ -1,7 +1,7 @@
 // Where a step's time goes: now, as a strip, and over the run, as stacked areas.
 
 import { latest, path } from "./api.js";
-import { partColor, PARTS } from "./colors.js";
+import { partColor, partName, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration } from "./format.js";
 import { framed } from "./frame.js";
@@ -14,7 +14,9 @@ const MEANING = {
   exchange: "adding the gradients of all workers, including the wait for the slowest",
   optimizer: "updating parameters",
   snapshot: "copying state for snapshots",
-  other: "the rest of the step: logging, evaluation, your own code",
+  evaluation: "run.evaluate",
+  logging: "run.log, images and histograms",
+  other: "the rest of the loop, such as plotting and printing",
 };
 
 const TITLES = { title: "step", unit: "seconds per step" };
@@ -53,13 +55,13 @@ function content(parts) {
   const width = (part) => ({ width: `${percent(part)}%`, background: partColor(part) });
   return [
     h("h2", {}, `A step takes ${duration(all)}`,
-      h("small", {}, " mean of all workers and the last 100 steps")),
+      h("small", {}, " from one to the next, mean of all workers and the last 100 steps")),
     h("div", { class: "parts tall", "aria-hidden": "true" },
       PARTS.filter((part) => parts[part] > 0).map((part) =>
         h("i", { "data-part": part, vars: width(part) }))),
     h("table", { class: "shares" }, h("tbody", {}, PARTS.map((part) =>
       h("tr", { "data-part": part },
-        h("th", { scope: "row" }, key(part), part),
+        h("th", { scope: "row" }, key(part), partName(part)),
         h("td", {}, `${percent(part).toFixed(1)} %`),
         h("td", {}, duration(parts[part] ?? 0)),
         h("td", { class: "meaning" }, MEANING[part]))))),
@@ -70,7 +72,7 @@ function content(parts) {
 function stacked({ x, parts }) {
   const sums = x.map(() => 0);
   return PARTS.map((part, index) => ({
-    label: part,
+    label: partName(part),
     color: partColor(part),
     area: index ? "stacked" : "base",
     x,
@@ -85,11 +87,11 @@ function rows({ x, parts }, index) {
   return [
     h("div", { class: "where" }, `step ${count(x[index])}`),
     ...there.map((part) =>
-      h("div", {}, key(part), h("span", { class: "who" }, part),
+      h("div", {}, key(part), h("span", { class: "who" }, partName(part)),
         h("b", {}, duration(parts[part][index])))),
   ];
 }
 
 export function legend() {
-  return h("p", { class: "legend" }, PARTS.map((part) => h("span", {}, key(part), part)));
+  return h("p", { class: "legend" }, PARTS.map((part) => h("span", {}, key(part), partName(part))));
 }

@@ -1,7 +1,7 @@
 // Each worker's lanes, host, and seconds per step.
 
 import { latest, path } from "./api.js";
-import { lineKey, lookAt, partColor, PARTS } from "./colors.js";
+import { lineKey, lookAt, partColor, partName, PARTS } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration, several } from "./format.js";
 import { framed } from "./frame.js";
@@ -16,12 +16,13 @@ const QUANTILES = [
   "fastest worker", "lower quartile", "median", "upper quartile", "slowest worker",
 ];
 
+const OWN = " seconds of a step, without waiting for other workers";
 const SLOWEST = { color: "var(--bad)", faint: false };
 const TITLES = { title: "step", unit: "seconds per step" };
 
 export function workersPanel(root) {
   const map = h("div", { class: "map" });
-  const title = "Seconds per step, by worker";
+  const title = "Own seconds per step, without waiting for other workers";
   const frame = framed({ key: "workers", label: title, kind: "worker", height: 220, axis: "step",
     tip: (at) => rowsAt(lines, at, `step ${count(at)}`, duration) });
   const { chart, canvas, buttons } = frame;
@@ -63,7 +64,7 @@ export function workersPanel(root) {
       draw({ workers: run.workers, lanes: run.lanes });
       frame.resize();
       chartPlace.hidden = run.workers.length < 2;
-      slowest = run.workers.find((worker) => worker.slowest)?.rank;
+      slowest = run.workers.find(({ lag }) => lag !== null)?.rank;
       const request = path("timing", { id: run.id, ...stepRange(), points: 500 });
       load(request, `${run.step} ${run.attempts} ${slowest}`);
     },
@@ -78,7 +79,7 @@ function content({ workers, lanes }) {
   workers.forEach((worker) => hosts.set(worker.host, [...(hosts.get(worker.host) ?? []), worker]));
   const title = `${several(workers.length, "worker")}, ${several(lanes, "lane")}`;
   const sections = [...hosts].map(([host, members]) => hostOf(host, members, longest, timed));
-  return [h("section", {}, h("h2", {}, title), legend(), ...sections)];
+  return [h("section", {}, h("h2", {}, title, h("small", {}, OWN)), legend(), ...sections)];
 }
 
 function hostOf(host, members, longest, timed) {
@@ -91,23 +92,25 @@ function row(worker, longest, timed) {
   const [first, end] = worker.lanes;
   const lanes = end - first === 1 ? `lane ${first}` : `lanes ${first} to ${end - 1}`;
   const none = timed ? "no step yet" : "";
-  const time = worker.seconds === null ? none : `${duration(worker.seconds)} per step`;
+  const step = PARTS.reduce((sum, part) => sum + (worker.parts[part] ?? 0), 0);
+  const ofStep = worker.parts.other === null ? "" : ` of ${duration(step)}`;
+  const time = worker.seconds === null ? none : `${duration(worker.seconds)}${ofStep}`;
   const own = ownParts(worker);
   const total = PARTS.reduce((sum, part) => sum + own[part], 0) || 1;
   const parts = PARTS.filter((part) => own[part]).map((part) => {
     const width = `${(100 * own[part]) / total}%`;
-    const title = `${part}: ${duration(own[part])}`;
+    const title = `${partName(part)}: ${duration(own[part])}`;
     return h("i", { vars: { width, background: partColor(part) }, title });
   });
   const where = [`process ${worker.pid}`, (worker.devices ?? []).join(", ")];
   const width = `${(100 * (worker.seconds ?? 0)) / longest}%`;
-  return h("li", { "data-worker": worker.rank, "data-slowest": worker.slowest },
+  return h("li", { "data-worker": worker.rank, "data-slowest": worker.lag !== null },
     h("span", { class: "rank" },
       h("b", {}, `worker ${worker.rank}`), h("small", {}, where.filter(Boolean).join(" · "))),
     h("span", { class: "lanes", role: "img", "aria-label": lanes }, cells(first, end)),
     h("span", { class: "pace" },
       h("span", { class: "parts", "aria-hidden": "true", vars: { width } }, parts)),
-    h("span", { class: "seconds" }, time, worker.slowest && h("em", {}, "slowest")));
+    h("span", { class: "seconds" }, time, worker.lag !== null && h("em", {}, "slowest")));
 }
 
 /** Return a worker's own seconds by part: in `exchange`, what it did not wait for others. */
