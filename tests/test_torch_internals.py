@@ -190,11 +190,12 @@ def test_the_divisor_of_a_cross_entropy(smoothing):
     logits, weight = torch.ones(3, 2, requires_grad=True), torch.tensor([0.5, 3.0])
     labels = torch.tensor([0, 1, -100])
     loss = nn.functional.cross_entropy(logits, labels, weight=weight, label_smoothing=smoothing)
-    assert internals.divisor_of(loss * 2 + logits.mean()).item() == 3.5
+    assert [d.item() for d in internals.divisors_of(loss * 2 + logits.mean())] == [3.5]
     maps = nn.functional.cross_entropy(logits[None, :, :, None], labels[None, :2, None] * 0)
-    assert internals.divisor_of(maps).item() == 2
+    assert [d.item() for d in internals.divisors_of(maps + loss)] == [2, 3.5]
     total = nn.functional.cross_entropy(logits, labels, weight=weight, reduction="sum")
-    assert internals.divisor_of(total) is internals.divisor_of(logits.sum()) is None
+    assert internals.divisors_of(total) == internals.divisors_of(logits.sum()) == []
+    assert internals.divisors_of(torch.stack([loss, maps]).mean()) == []
 
 
 @pytest.mark.parametrize("decision", [0.0, 1.0])

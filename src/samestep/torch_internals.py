@@ -160,20 +160,23 @@ def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
             setattr(namespace, name, original)
 
 
-def divisor_of(loss: Tensor) -> Tensor | None:
-    """Return what a mean cross-entropy in a loss was divided by, None if it has none.
+def divisors_of(loss: Tensor) -> list[Tensor]:
+    """Return what the mean cross-entropies in a loss were divided by.
 
     That is the sum of the class weights of the labels that are not ignored, a scalar. Autograd
     keeps it for backward; other code does not see it. The loss may be scaled, and added to others.
+    Those that the loss averages itself, such as one per sample, are left out.
     """
     nodes: list[Any] = [loss.grad_fn]
+    found = []
     for node in nodes:  # grows
-        if type(node).__name__ in {"NllLossBackward0", "NllLoss2DBackward0"}:
-            is_mean = node._saved_reduction == 1  # noqa: SLF001
-            return node._saved_total_weight if is_mean else None  # noqa: SLF001
-        if len(nodes) < NODES:
+        kind = type(node).__name__
+        if kind in {"NllLossBackward0", "NllLoss2DBackward0"}:
+            if node._saved_reduction == 1:  # noqa: SLF001  the mean
+                found.append(node._saved_total_weight)  # noqa: SLF001
+        elif len(nodes) < NODES and not kind.startswith(("Stack", "Cat", "Mean")):
             nodes += [before for before, _ in node.next_functions if before is not None]
-    return None
+    return found
 
 
 class GradScalerHooks(torch.amp.GradScaler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -191,6 +192,29 @@ def metric_in_a_lane(run, model, optimizer, batch):
         batch.backward(F.cross_entropy(logits, labels))
 
 
+def metric_in_a_dict(run, model, optimizer, batch):
+    scores = {"accuracy": torchmetrics.MeanMetric()}
+    for inputs, labels in batch.lanes(model):
+        logits = model(inputs)
+        scores["accuracy"].update(logits.argmax(1) == labels)
+        batch.backward(F.cross_entropy(logits, labels))
+
+
+def teacher_in_a_lane(run, model, optimizer, batch):
+    teacher = nn.PReLU()
+    for inputs, labels in batch.lanes(model):
+        with torch.no_grad():
+            teacher.weight.mul_(0.9)
+        batch.backward(F.cross_entropy(model(inputs), labels))
+
+
+def tensor_in_a_lane(run, model, optimizer, batch):
+    total = torch.zeros(())
+    for inputs, labels in batch.lanes(model):
+        total += labels.sum()
+        batch.backward(F.cross_entropy(model(inputs), labels))
+
+
 def vector(run, model, optimizer, batch):
     for inputs, _ in batch.lanes(model):
         batch.backward(model(inputs))
@@ -238,6 +262,9 @@ def with_an_unknown_reduction(run, model, optimizer, batch):
         (own_backward, LossError, r"instead of loss\.backward"),
         (own_backward_and_ours, LossError, "left a gradient of 'features"),
         (metric_in_a_lane, LossError, "the body of the loop over lanes updated accuracy"),
+        (metric_in_a_dict, LossError, "updated scores\\['accuracy'\\]"),
+        (teacher_in_a_lane, LossError, "a lane changed the parameter"),
+        (tensor_in_a_lane, LossError, "a lane changed the tensor"),
         (vector, LossError, "must return a scalar tensor"),
         (nested, LossError, "cannot begin another computation"),
         (step_in_a_lane, OptimizerError, "computes a lane"),
@@ -289,3 +316,14 @@ def test_metrics_may_have_a_value_for_each_item(loop, reduction):
         batch.backward(loss, is_large=is_large, scalar=scalar, label=labels)
     assert batch.means["is_large"] == batch.means["scalar"]
     assert batch.means["label"] == sum(int(labels.sum()) for _, labels in batch) / 8
+
+
+def test_a_lane_keeps_no_tensors_of_the_lane_before(loop):
+    _, model, _, batch = loop
+    alive = WeakSet()
+    for _ in range(2):
+        for inputs, labels in batch.lanes(model):
+            logits = model(inputs)
+            assert len(alive) <= 1  # of the loop's own variable
+            alive.add(logits)
+            batch.backward(F.cross_entropy(logits, labels))

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from weakref import ref
+
 import pytest
 import torch
 import torchmetrics
@@ -137,6 +141,25 @@ def test_a_metric_that_a_loss_function_updates_is_refused(make, where):
     for _ in range(2):
         with pytest.raises(LossError, match=message), guard.lanes(loss_fn, model):
             loss_fn(model, torch.ones(3))
+
+
+def test_loss_functions_of_any_kind_are_searched_and_not_kept():
+    @dataclass  # not hashable
+    class Loss:
+        weight: float
+
+        def __call__(self, model, batch):
+            return batch
+
+    guard = MetricGuard()
+    tensors = [torch.ones(1) for _ in range(40)]
+    kept = [ref(tensor) for tensor in tensors]
+    while tensors:
+        for loss_fn in (Loss(1.0), partial(Loss(1.0), tensors.pop())):
+            with guard.lanes(loss_fn, None):
+                pass
+    del loss_fn
+    assert all(reference() is None for reference in kept)
 
 
 def test_values_of_a_metric_may_be_read_in_a_loss():

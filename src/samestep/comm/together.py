@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
+import torch
+
 from samestep.comm.base import World
 from samestep.errors import WorldError
 
@@ -45,11 +47,13 @@ def call_once(world: World, fn: Callable[[], Any], what: str) -> Any:
         return fn()
     value: Any = None
     error: BaseException | None = None
+    has_gradients = torch.is_grad_enabled()  # of this thread
 
     def call() -> str:
         nonlocal value, error
         try:
-            value = fn()
+            with torch.set_grad_enabled(has_gradients):
+                value = fn()
         except BaseException as raised:  # noqa: BLE001  raised below, in the main thread
             error = raised
             return f"{type(raised).__name__}: {raised}"

@@ -183,7 +183,9 @@ def digests_of_program() -> dict[str, str]:
 
 def inputs_of_program(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the arguments of the script, and `settings` by their names, without secrets."""
-    inputs = {"arguments": shlex.join(mask_words(sys.argv[1:]))}
+    is_script = hasattr(sys.modules["__main__"], "__file__")
+    # those of a notebook are its kernel's, others at each start
+    inputs = {"arguments": shlex.join(mask_words(sys.argv[1:] if is_script else []))}
 
     def add(name: str, value: Any) -> None:
         if isinstance(value, Mapping):

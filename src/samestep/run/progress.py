@@ -116,6 +116,7 @@ class Progress:
         self._observer = StepObserver(rank, config.dir) if observes else None
         self._current: CurrentStep | None = None
         self._optimizer_seconds = 0.0
+        self._scores: dict[int, float] = {}  # of the last snapshot that had one, by step
         self._loop_seconds: dict[str, float] = {}  # of the step's "evaluation" and "logging"
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._seconds: dict[str, float] = {}
@@ -290,7 +291,7 @@ class Progress:
     def finish(self) -> None:
         """End all loops, now or after the current step, and take a snapshot that says so."""
         self.finished = self._finish_is_new = True
-        self.snapshot(None, now=False)
+        self.snapshot(self._score, now=False)
 
     def best_snapshot(self, load: Callable[[], Snapshot]) -> Snapshot:
         """Save the current state, so that what is loaded is not saved as a later one, and load."""
@@ -430,7 +431,10 @@ class Progress:
     def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
             again = self._finish_is_new
-            self._snapshots.save(self.step, *self._states(), self._score, again=again)
+            # a snapshot that replaces one of the same step keeps its score
+            score = self._scores.get(self.step) if self._score is None else self._score
+            self._scores = {} if score is None else {self.step: score}
+            self._snapshots.save(self.step, *self._states(), self._score, again=again, kept=score)
         self._requested, self._score, self._finish_is_new = False, None, False
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:

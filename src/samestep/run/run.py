@@ -41,7 +41,7 @@ from samestep.run.session import Session
 from samestep.snapshot.read import Snapshot
 from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
-from samestep.step.guards import GradientSeal
+from samestep.step.guards import GradientSeal, state_of_body
 from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
 from samestep.step.replicas import replicate
 from samestep.step.scaling import GradScaler, clip_gradients
@@ -451,7 +451,7 @@ class Run(Collectives, Recording):
         update = modules[0]
         if len(modules) > 1:
             update = self._joined.setdefault(tuple(map(id, modules)), torch.nn.ModuleList(modules))
-        loss = LossSpec(None, update, count, reduction, body=variables)
+        loss = LossSpec(None, update, count, reduction, body=state_of_body(variables))
         return self._steps(loss, batch, update)
 
     def _steps(self, loss: LossSpec, batch: Batch, update: torch.nn.Module) -> LaneSteps[Means]:

@@ -138,7 +138,7 @@ class Session:
         )
         has_begun = in_memory.has_begun(attempt_number) and not config.read_only
         self._owner, self._remote_owner = find_owner(
-            config, world, self._describe_program(), has_begun=has_begun
+            config, world, self._describe_run(), has_begun=has_begun
         )
         if self._remote_owner is not None:
             self._exits.callback(self._remote_owner.close)
@@ -153,7 +153,10 @@ class Session:
         if self._owner is not None and resumed is not None:
             self._owner = self._note_origin(self._owner, resumed)
         self._has_resumed = resumed is not None
-        if resumed is not None and config.resume != "auto" and not has_begun:
+        named = step_of(Path(config.resume)) if config.resume != "auto" else None
+        if resumed is not None and (
+            resumed.step == named or (config.resume != "auto" and not has_begun)
+        ):
             # Whoever names a snapshot wants to train on, even if the run had finished.
             resumed.state["run"].update(finished=False, ended=False)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
@@ -330,6 +333,11 @@ class Session:
             program |= inputs_of_program(self._settings)
         return program
 
+    def _describe_run(self) -> dict[str, str]:
+        """Describe the program, and what a snapshot of it must agree with."""
+        config = self.config
+        return self._describe_program() | {"seed": str(config.seed), "lanes": str(config.lanes)}
+
     def _note_origin(self, owner: Owner, resumed: Snapshot) -> Owner:
         """Return the run once it knows where it started; say if that is no snapshot of its own."""
         started = owner.started_from(resumed)
@@ -484,7 +492,9 @@ class Session:
                 "run.best_snapshot requires dir and a keep_best of at least 1, got"
                 f" dir={source.dir} and keep_best={source.keep_best}"
             )
-        return load_best(source.dir, source.remote, self.world, self.record.event)
+        # a run that only reads downloads nothing into the directory
+        remote = None if self.config.read_only else source.remote
+        return load_best(source.dir, remote, self.world, self.record.event)
 
     def check_read(self) -> None:
         """Raise `SnapshotError` in a run that only reads, if there was nothing to read."""
@@ -596,7 +606,7 @@ def set_other_snapshots_aside(
     start = last_own_step(config, resumed, owner)
     current = None if resumed is None else resumed.path  # perhaps a download
     later = [path for path in list_snapshots(config.dir) if (step_of(path) or 0) > start]
-    others = [path for path in later if path != current]
+    others = [path for path in later if current is None or path.resolve() != current.resolve()]
     aside = config.dir / f"superseded-{attempt}"
     for path in others:
         aside.mkdir(exist_ok=True)

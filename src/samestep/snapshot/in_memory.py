@@ -48,9 +48,13 @@ _runs_without_directory = count()
 
 @dataclass(frozen=True, order=True)
 class SnapshotKey:
-    """Identifies an in-memory snapshot after `step`, in slot number `slot` of all its workers."""
+    """Identifies an in-memory snapshot after `step`, in slot number `slot` of all its workers.
+
+    `order` counts those of the run: a step may be saved again, with what changed after the loop.
+    """
 
     step: int
+    order: int
     attempt: str
     workers: int
     slot: int
@@ -88,6 +92,7 @@ class InMemorySnapshots:
         self._contents: dict[tuple[SnapshotKey, int], SlotContent] = {}
         self._present: list[set[tuple[SnapshotKey, int]]] = []
         self._next_slot = 0  # equal on all workers
+        self._order = 0  # of the last one, counted over restarts
         self._written_slot: int | None = None  # that is being written to disk
         self._saves, self._saved_step = 0, -1  # of this attempt
         self._given_up = False
@@ -229,7 +234,8 @@ class InMemorySnapshots:
         number = self._next_slot
         if self._written_slot is not None:
             number = (self._written_slot + 1) % SLOTS
-        key = SnapshotKey(step, attempt, self._world.size, number)
+        self._order += 1
+        key = SnapshotKey(step, self._order, attempt, self._world.size, number)
         # A worker that has given up counts as well: all workers must go on using the same slots.
         self._barriers_at_save, self._saves = self._world.barriers, self._saves + 1
         self._next_slot, self._saved_step = (number + 1) % SLOTS, step
@@ -324,7 +330,7 @@ class InMemorySnapshots:
         Raises `SnapshotError` if it is damaged, on all workers.
         """
         # the loaded one stays until a newer one is complete
-        self._next_slot = (key.slot + 1) % SLOTS
+        self._next_slot, self._order = (key.slot + 1) % SLOTS, key.order
         # collective, so not in `find`, which may fail on one worker
         described = self._describe(key)
 

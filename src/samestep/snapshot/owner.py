@@ -181,10 +181,10 @@ def begin(
                 is_named or config.resume in {"auto", "never"}  # otherwise of another history
             )
             owner = remote.decide(is_new=is_new, is_named=is_named)
-    if owner != stored:
-        store(directory, owner)
     if remote is not None:
         remote.start(owner, _holder(directory, owner), at_once=not (has_begun and stored))
+    if owner != stored:  # after the remote, which may refuse this directory
+        store(directory, owner)
     return owner, remote
 
 
@@ -223,6 +223,7 @@ class RemoteOwner:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._is_held = False
+        self._replaced = ""  # the id of a run without snapshots, whose remote this run takes
         self._fault = ""  # why the run must not write there
         self._thread: threading.Thread | None = None
 
@@ -259,6 +260,9 @@ class RemoteOwner:
                 )
             return replace(owner, adopts=True)
         if entry.id == owner.id:
+            return owner
+        if entry.holder == "" and not self._names():  # it ended before its first snapshot
+            self._replaced = entry.id
             return owner
         if not is_new or not (is_named or entry.program == owner.program):
             raise ConfigError(self._refusal(entry, is_new=is_new))
@@ -332,7 +336,7 @@ class RemoteOwner:
 
     def _hold(self) -> None:
         entry = self._read()
-        if entry is not None and entry.id != self._owner.id:
+        if entry is not None and entry.id not in {self._owner.id, self._replaced}:
             raise SnapshotError(self._refusal(entry))
         if entry is not None and entry.holder not in {"", self._owner.holder}:
             if self._is_held:
@@ -362,8 +366,8 @@ class RemoteOwner:
     def _wait_for_heartbeat(self, entry: Owner) -> None:
         """Raise `SnapshotError` if another process rewrites the entry."""
         logging.getLogger("samestep").warning(
-            "the last process that wrote to %s, in %s on host %s, did not end properly; waiting "
-            "%g s for its heartbeat", self.url, entry.dir, entry.host, LOST_SECONDS,
+            "the last process that wrote to %s, in %s on host %s, may still run; waiting up to "
+            "%g s for a sign of life", self.url, entry.dir, entry.host, LOST_SECONDS,
         )  # fmt: skip
         deadline = time.monotonic() + LOST_SECONDS
         while time.monotonic() < deadline and not self._closed.wait(

@@ -271,7 +271,7 @@ def _candidates(
     candidates: list[_Candidate] = []
     if in_memory is not None:
         reject = partial(report, "in_memory_snapshot_rejected")
-        keys = in_memory.find(report)
+        keys = reversed(in_memory.find(report))  # of those of a step, the newest first
         candidates = [_Candidate(key.step, partial(in_memory.load, key), reject) for key in keys]
     committed: dict[str, bool] = {}
     if directory is not None:

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from operator import eq, is_
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
@@ -51,6 +52,8 @@ from samestep.torch_internals import (
 )
 
 REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
+MOST_FUNCTIONS: Final = 16
+MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
 NO_VARIABLES: Final[Mapping[str, Any]] = {}
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
@@ -442,7 +445,7 @@ class MetricGuard:
     """
 
     def __init__(self) -> None:
-        self._metrics: dict[Any, list[tuple[str, Any]]] = {}  # by the code of a loss function
+        self._metrics: dict[Any, list[tuple[str, Any]]] = {}  # by loss function
 
     @contextmanager
     def lanes(
@@ -452,14 +455,19 @@ class MetricGuard:
 
         Or one of the variables of a loop's body.
         """
-        code = getattr(loss_fn, "__code__", loss_fn)
-        if code not in self._metrics:
-            self._metrics[code] = [
+        function = loss_fn
+        while isinstance(function, partial):
+            function = function.func
+        if len(self._metrics) == MOST_FUNCTIONS:  # such as those that a loop makes in each step
+            self._metrics.clear()
+        key = getattr(function, "__code__", type(function)), id(function)
+        if key not in self._metrics:
+            self._metrics[key] = [
                 (reference.name, value)
                 for reference, value, _ in walk(loss_fn=loss_fn, model=model)
                 if is_metric(value)
             ]
-        metrics = self._metrics[code] + [pair for pair in body.items() if is_metric(pair[1])]
+        metrics = self._metrics[key] + [pair for pair in body.items() if is_metric(pair[1])]
         before = [_state_of(metric) for _, metric in metrics]
         yield
         for (name, metric), state in zip(metrics, before, strict=True):
@@ -474,6 +482,24 @@ class MetricGuard:
                     ' {"accuracy": logits.argmax(1) == labels}), or a value of a function without a'
                     " state, such as those of torchmetrics.functional; run.evaluate merges metrics"
                 )
+
+
+def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a loop's body that lanes must not change: metrics, modules, tensors.
+
+    Not large tensors, nor those of a graph, such as a former lane's, which would stay in memory.
+    """
+    state: dict[str, Any] = {}
+    for name, value in variables.items():
+        if isinstance(value, Tensor):
+            if value.grad_fn is None and value.numel() <= MOST_ELEMENTS:
+                state[name] = value
+        elif isinstance(value, Module) or is_metric(value):
+            state[name] = value
+        elif isinstance(value, (dict, list, tuple)) and len(value) <= MOST_FUNCTIONS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            state |= {f"{name}[{key!r}]": part for key, part in items if is_metric(part)}
+    return state
 
 
 def is_metric(value: Any) -> bool:
@@ -613,16 +639,18 @@ def check_same_call(calls: Sequence[int]) -> None:
         )
 
 
-def check_divisors(divisors: Sequence[tuple[int, float, float]]) -> None:
+def check_divisors(entries: Sequence[tuple[int, float, Sequence[float]]]) -> None:
     """Raise `LossError` if means of lanes, weighted by samples, are not over samples.
 
-    `divisors` are (lane, samples, divisor). A sequence of fixed length has as many labels in each
-    sample, so the mean over all labels has the same gradient. Class weights and labels that are
-    ignored have another.
+    `entries` are (lane, samples, the divisor of each cross-entropy of the loss). A sequence of
+    fixed length has as many labels in each sample, so the mean over all labels has the same
+    gradient. Class weights and labels that are ignored have another.
     """
-    for lane, samples, divisor in divisors:
-        first, first_samples, first_divisor = divisors[0]
-        if not math.isclose(divisor * first_samples, first_divisor * samples, rel_tol=1e-5):
+    for lane, samples, divisors in entries:
+        first, first_samples, first_divisors = entries[0]
+        for divisor, first_divisor in zip(divisors, first_divisors, strict=False):
+            if math.isclose(divisor * first_samples, first_divisor * samples, rel_tol=1e-5):
+                continue
             raise LossError(
                 f"the cross-entropy of lane {first} is a mean over {first_divisor:.6g} for"
                 f" {first_samples} samples, and that of lane {lane} over {divisor:.6g} for"

@@ -248,7 +248,9 @@ class LaneEngine(LaneContext):
         """Return a context of this worker's lanes, which may not change what others read."""
         if self.lanes == 1:
             return nullcontext()
-        return self._state.lanes(step, loss_fn=loss.fn, embed=loss.embed, model=loss.model)
+        return self._state.lanes(
+            step, loss_fn=loss.fn, embed=loss.embed, model=loss.model, body=loss.body
+        )
 
     def _watch_metrics(self, loss: LossSpec) -> AbstractContextManager[None]:
         if self.lanes == 1:  # it has all samples, on the only worker

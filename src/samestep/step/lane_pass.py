@@ -30,7 +30,7 @@ from samestep.step.guards import (
 )
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
-from samestep.torch_internals import before_collectives, divisor_of
+from samestep.torch_internals import before_collectives, divisors_of
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
@@ -231,7 +231,9 @@ class LanePass:
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written(),
             "late": buffers.late(),
-            "divisors": [(lane, count, divisor.item()) for lane, count, divisor in self._divisors],
+            "divisors": [
+                (lane, count, divisors.tolist()) for lane, count, divisors in self._divisors
+            ],
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
@@ -285,8 +287,8 @@ class LanePass:
         """Return what a mean was divided by, where the weights of lanes are their samples."""
         if self.loss.count is not None or self.loss.reduction == "sum" or self.context.lanes == 1:
             return {}
-        divisor = divisor_of(loss)
-        return {} if divisor is None else {DIVISOR: divisor}
+        divisors = divisors_of(loss)
+        return {DIVISOR: torch.stack(divisors)} if divisors else {}  # [cross-entropies]
 
     def _moved(self, lane: int, replica: Replica) -> Any:
         """Return a lane's batch on its device, and begin to copy that of the next lane there."""
@@ -380,9 +382,14 @@ def _kind(value: Any) -> str:
 
 
 def has_entries(value: Any) -> bool:
-    """Return whether a metric is a boolean or integer tensor with an entry per item."""
-    is_tensor = isinstance(value, Tensor) and value.ndim > 0
-    return is_tensor and not (value.is_floating_point() or value.is_complex())
+    """Return whether a metric is a boolean or integer tensor with an entry per item.
+
+    A single integer is a scalar.
+    """
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False
+    is_integer = not (value.is_floating_point() or value.is_complex())
+    return value.dtype == torch.bool or (is_integer and value.numel() != 1)
 
 
 def is_empty(value: Any) -> bool:

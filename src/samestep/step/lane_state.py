@@ -62,10 +62,14 @@ class LaneState:
         compares_bits = self._calls <= BIT_CALLS or is_due
         if compares_bits:
             self._wait_for_gpu()
-        references = list(self._places.values())
-        others = [reference.value() for reference in references]
+        # not what belongs to a graph, such as stored activations, which would stay in memory
+        others = [
+            (reference, value)
+            for reference in self._places.values()
+            if _is_plain(value := reference.value()) and value.grad_fn is None
+        ]
         tensors = [tensor for tensor, _ in self._parameters.values()]
-        tensors += [tensor for tensor in others if _is_plain(tensor)]
+        tensors += [tensor for _, tensor in others]
         before = _marks(tensors, compares_bits=compares_bits)
         self._roots, self._is_first = roots, True
         try:
@@ -75,7 +79,7 @@ class LaneState:
         after = _marks(tensors, compares_bits=compares_bits)
         if before != after:
             changed = next(n for n in range(len(tensors)) if before[n] != after[n])
-            raise self._changed(tensors[changed], zip(references, others, strict=True))
+            raise self._changed(tensors[changed], others)
         if self._calls >= FIRST_CALLS:
             self._set.clear()
 
