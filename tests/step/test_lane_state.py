@@ -163,3 +163,33 @@ def test_a_single_lane_may_keep_a_state():
         model = run.replicate(Net())
         for batch in run.batches(torch.ones(8, 2), 2, epochs=1):
             run.backward(keep_in_attribute, model, batch)
+
+
+class Lazy(Net):
+    """A module whose forward registers buffers, one of them under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shared", torch.zeros(1))
+        self.student.register_buffer("alias", self.shared)
+        self.register_buffer("average", None)
+
+    def forward(self, rows):
+        if not hasattr(self, "table"):  # a cache
+            self.register_buffer("table", torch.ones(2), persistent=False)
+        return self.student(rows * self.table).mean() + self.shared.sum()
+
+
+def test_a_cache_that_forward_registers_passes():
+    assert trained(lambda model, rows: model(rows), net=Lazy()) == 4
+
+
+def test_a_buffer_that_lanes_register_and_then_change_is_refused():
+    def loss_fn(model, rows):
+        if model.average is None:
+            model.average = torch.zeros(2)
+        model.average.lerp_(rows.mean(0), 0.5)
+        return model(rows)
+
+    with pytest.raises(LossError, match="a lane changed the tensor .*average"):
+        trained(loss_fn, net=Lazy())

@@ -125,6 +125,12 @@ class Buffers:
                 if name == "scale" and has_scale(owner):
                     self._scales[number] = owner
 
+    def places(self) -> dict[tuple[int, Any], Any]:
+        """Return the buffers by the id of the registry that holds them, and their name there."""
+        return {
+            (id(home.registry), home.name): home.registry.get(home.name) for home in self._homes
+        }
+
     def begin_step(self, parameters: Parameters) -> None:
         """Save each device's current values, from which all of its lanes start.
 

@@ -106,7 +106,10 @@ class LaneEngine(LaneContext):
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
         self._state = LaneState(
-            self.models.modules, self.config.check_every, self.world.wait_for_gpu
+            self.models.modules,
+            self.config.check_every,
+            self.buffers.places,
+            self.world.wait_for_gpu,
         )
         self._metrics = MetricGuard()
         if self.lanes > 1:

@@ -11,7 +11,7 @@ reads and replaces; a cache is not replaced, and the result of a layer is not re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from xxhash import xxh3_64
 
 from samestep.data.generators import Reference, find_tensors
 from samestep.errors import LossError
-from samestep.torch_internals import buffers_in, versions_of, without_storage
+from samestep.torch_internals import versions_of, without_storage
 
 FIRST_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
 BIT_CALLS: Final = 2  # of these, bits are compared in
@@ -37,10 +37,15 @@ class LaneState:
         self,
         modules: Sequence[Module],
         check_every: int | None,
+        buffers: Callable[[], Mapping[Place, Any]] = dict,
         wait_for_gpu: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wait_for_gpu` notices a hang of earlier collectives, unlike a copy to the host."""
-        self._modules, self._every, self._wait_for_gpu = modules, check_every, wait_for_gpu
+        """`buffers` returns those of replicated modules, which have rules of their own.
+
+        `wait_for_gpu` notices a hang of earlier collectives, unlike a copy to the host.
+        """
+        self._modules, self._every = modules, check_every
+        self._buffers, self._wait_for_gpu = buffers, wait_for_gpu
         self._calls = 0
         self._parameters: dict[int, tuple[Tensor, str]] = {}  # by id, with their names
         self._places: dict[Place, Reference] = {}  # of other tensors
@@ -124,14 +129,17 @@ class LaneState:
 
         In a lane, modules may have the parameters of another device, which are copied each step.
         """
-        registries = {id(buffers_in(part)) for module in self._modules for part in module.modules()}
+        buffers = self._buffers()
+        registered = set(map(id, buffers.values()))  # a module may hold one under two names
         for reference in find_tensors(**roots, modules=list(self._modules)):
             tensor = reference.value()
             if isinstance(tensor, Parameter):
                 if in_lane or not _is_plain(tensor):
                     continue
                 self._parameters.setdefault(id(tensor), (tensor, _readable(reference)))
-            elif id(reference.owner) not in registries:
+            elif (id(reference.owner), reference.key) in buffers or id(tensor) in registered:
+                continue
+            else:
                 self._places[id(reference.owner), reference.key] = reference
 
     def _changed(self, tensor: Tensor, others: Iterable[tuple[Reference, Any]]) -> LossError:
