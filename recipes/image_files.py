@@ -197,7 +197,8 @@ def read_image(path: Path, mode: Literal["L", "RGB"], settings: ImageFileSetting
 
     Several frames: the first. A transparent pixel has the color of the background.
     """
-    with _opened(path, settings) as file:
+    finds = "; data.check=full finds such files before the first step"
+    with _opened(path, settings, finds * (settings.check == "headers")) as file:
         file.load()
         turn = TURNS.get(_orientation(file, is_loaded=True))
         image = _eight_bits(file, settings) if file.mode.startswith("I") else file
@@ -211,7 +212,7 @@ def read_image(path: Path, mode: Literal["L", "RGB"], settings: ImageFileSetting
 
 
 @contextmanager
-def _opened(path: Path, settings: ImageFileSettings) -> Iterator[Image.Image]:
+def _opened(path: Path, settings: ImageFileSettings, hint: str = "") -> Iterator[Image.Image]:
     """Open a file, and raise all errors of the block as `ImageError` with its name."""
     try:
         with Image.open(path) as file:
@@ -219,7 +220,7 @@ def _opened(path: Path, settings: ImageFileSettings) -> Iterator[Image.Image]:
             yield file
     except Exception as error:  # Pillow's decoders raise errors of many types
         reason = str(error) or type(error).__name__
-        raise ImageError(f"{printable(path)} cannot be read as an image: {reason}") from error
+        raise ImageError(f"{printable(path)} cannot be read as an image: {reason}{hint}") from error
 
 
 def _check_size(size: tuple[int, int], settings: ImageFileSettings) -> None:
