@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"samestep: {title} {text}", file=sys.stderr)  # noqa: T201  stderr may be None
         return error.status
     except KeyboardInterrupt:
-        print(f"samestep: {parsed.command} was interrupted", file=sys.stderr)  # noqa: T201
+        if parsed.command != "watch":  # which has no other end
+            print(f"samestep: {parsed.command} was interrupted", file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED
     return status
 

@@ -216,11 +216,11 @@ def test_there_is_no_store_without_a_coordinator():
 
 def test_another_process_cannot_claim_a_taken_rank(member, monkeypatch):
     join_store(variables(member), SOON)
-    monkeypatch.setattr("os.getpid", lambda: 7)
-    with pytest.raises(
-        WorldError, match=r"refused this worker: .*:7 claims rank 0, which belongs to "
-    ):
-        join_store(variables(member), SOON)
+    message = r"refused this worker: .*:7 claims rank 0, which belongs to "
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 7)
+        with pytest.raises(WorldError, match=message):
+            join_store(variables(member), SOON)
 
 
 def test_a_worker_of_an_earlier_attempt_is_refused_and_disconnected(member):

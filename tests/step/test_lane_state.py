@@ -191,5 +191,5 @@ def test_a_buffer_that_lanes_register_and_then_change_is_refused():
         model.average.lerp_(rows.mean(0), 0.5)
         return model(rows)
 
-    with pytest.raises(LossError, match="a lane changed the tensor .*average"):
+    with pytest.raises(LossError, match=r"a lane changed the tensor .*average"):
         trained(loss_fn, net=Lazy())

@@ -434,13 +434,13 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
 
     def read_page():
         page.points("loss", len(values))
-        page.until("return document.querySelector('.answer').innerText.includes('@2')")
+        page.until("return document.querySelector('.answer').innerText.includes('@3')")
         places = "[data-figure=step] dd", "[data-scalar=loss] .readout", "[data-scalar=loss] .best"
         return (*map(page.text, places), page.run(ANSWERS)[0])
 
     page.open(run.name)
     on_page = read_page()
-    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@2")
+    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@3")
     open_report(page, run, tmp_path)
     assert read_page() == on_page
     figures = []
