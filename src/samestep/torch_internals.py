@@ -134,7 +134,10 @@ def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
     Functions of torch.distributed ask `_rank_not_in_group` first, however they were imported, and
     functional collectives resolve their group. Others that ask, such as `get_rank`, only read.
     """
-    thread = get_ident()
+    thread, c10d = get_ident(), sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():  # without a group there are none
+        yield
+        return
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
         def fn(*args: Any, **kwargs: Any) -> Any:
