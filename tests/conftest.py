@@ -49,8 +49,12 @@ def _default_gpu_check() -> None:
 def _starts_as_of_new_processes(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let tests start a finished run again in this process, as users do in another one."""
-    if request.path.stem != "test_several_runs":
+    """Let tests start a finished run again in this process, as users do in another one.
+
+    Not tests of that, nor of a program that has several runs.
+    """
+    refused = request.path.stem == "test_several_runs" or "demonstration" in request.node.name
+    if not refused:
         monkeypatch.setattr("samestep.run.run.refuse_finished", lambda _: None)
 
 

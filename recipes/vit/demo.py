@@ -83,7 +83,7 @@ def announce(text: str, *words: object) -> None:
 def show(directory: Path) -> None:
     """Print some held-out digits with the predictions of the model in a run's directory."""
     settings = read(Settings, [str(directory / SETTINGS_FILE)])
-    with ss.init(dir=directory, lanes=settings.lanes, seed=settings.seed) as run:
+    with ss.init(dir=directory, read_only=True, lanes=settings.lanes, seed=settings.seed) as run:
         images = open_images(settings.data, settings.model).test
         models = train.make_models(run, settings, evaluates=True)
         run.track(**models)
