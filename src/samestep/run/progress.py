@@ -430,11 +430,11 @@ class Progress:
 
     def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
-            again = self._finish_is_new
+            again = self._finish_is_new or self._score is not None
             # a snapshot that replaces one of the same step keeps its score
             score = self._scores.get(self.step) if self._score is None else self._score
             self._scores = {} if score is None else {self.step: score}
-            self._snapshots.save(self.step, *self._states(), self._score, again=again, kept=score)
+            self._snapshots.save(self.step, *self._states(), score, again=again)
         self._requested, self._score, self._finish_is_new = False, None, False
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ class Session:
         )
         has_begun = in_memory.has_begun(attempt_number) and not config.read_only
         self._owner, self._remote_owner = find_owner(
-            config, world, self._describe_run(), has_begun=has_begun
+            config, world, self._describe_run, has_begun=has_begun
         )
         if self._remote_owner is not None:
             self._exits.callback(self._remote_owner.close)
@@ -310,7 +311,7 @@ class Session:
             "environment": environment_of_results(self.config, self.devices),
         }
         if not self.config.read_only:  # an evaluation is another program
-            worker["environment"] |= self._describe_program()
+            worker["environment"] |= self._program
         workers = self.world.all_gather_json(worker, "starting")
         first = workers[0]["environment"]
         changes = (
@@ -327,7 +328,9 @@ class Session:
             )
         return workers
 
-    def _describe_program(self) -> dict[str, str]:
+    @cached_property
+    def _program(self) -> dict[str, str]:
+        """The files and inputs of the program, which are read once."""
         program = digests_of_program()
         if self._process.rank == 0:  # some launchers pass ranks in arguments
             program |= inputs_of_program(self._settings)
@@ -336,7 +339,7 @@ class Session:
     def _describe_run(self) -> dict[str, str]:
         """Describe the program, and what a snapshot of it must agree with."""
         config = self.config
-        return self._describe_program() | {"seed": str(config.seed), "lanes": str(config.lanes)}
+        return self._program | {"seed": str(config.seed), "lanes": str(config.lanes)}
 
     def _note_origin(self, owner: Owner, resumed: Snapshot) -> Owner:
         """Return the run once it knows where it started; say if that is no snapshot of its own."""

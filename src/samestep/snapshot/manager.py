@@ -316,16 +316,15 @@ class SnapshotManager:
         score: float | None,
         *,
         again: bool = False,
-        kept: float | None = None,
     ) -> None:
         """Copy the states of tracked objects and of the run; write files in the background.
 
         `shared` and `own_states` are the run's states, as for `SnapshotWriter.save`. A step is
-        saved once, unless there is a score, or `again`; then `kept` is the score that it had.
+        saved once, or `again`, such as with a score.
         """
         if self._writer is None or not self.tracked:
             return
-        if step == self._saved_step and score is None and not again:  # as at the end of a run
+        if step == self._saved_step and not again:  # as at the end of a run
             return
         # The new snapshot would replace the old one, and lose the state of an object that was not
         # restored.
@@ -351,7 +350,7 @@ class SnapshotManager:
                 data = self.in_memory.stage(step, self._attempt, info, began, contribution, values)
             return data  # noqa: RET504  None if the block failed
 
-        self._writer.save(step, shared, own_states, info, kept if score is None else score, stage)
+        self._writer.save(step, shared, own_states, info, score, stage)
         self._saved_step, self._saved_time = step, time.monotonic()
         self._stall_seconds += time.perf_counter() - started
 

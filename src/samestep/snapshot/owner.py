@@ -174,7 +174,8 @@ def begin(
         adopts=stored.adopts if stored else has_snapshots,
     )
     remote = None if config.remote is None else RemoteOwner(config.remote, owner)
-    if remote is not None and not (has_begun and stored):
+    is_restart = has_begun and stored is not None
+    if remote is not None and not is_restart:
         with suppress(StorageError):  # `hold` tries again during the run
             is_named = names_remote(config)
             is_new = (stored is None or not has_snapshots) and (
@@ -182,7 +183,7 @@ def begin(
             )
             owner = remote.decide(is_new=is_new, is_named=is_named)
     if remote is not None:
-        remote.start(owner, _holder(directory, owner), at_once=not (has_begun and stored))
+        remote.start(owner, _holder(directory, owner), at_once=not is_restart)
     if owner != stored:  # after the remote, which may refuse this directory
         store(directory, owner)
     return owner, remote

@@ -153,11 +153,11 @@ def load_from(url: str, directory: Path, world: World) -> Snapshot:
 
 
 def find_owner(
-    config: Config, world: World, program: Mapping[str, str], *, has_begun: bool
+    config: Config, world: World, describe_run: Callable[[], Mapping[str, str]], *, has_begun: bool
 ) -> tuple[Owner | None, RemoteOwner | None]:
     """Return the run in a directory, and on rank 0 its entry at the remote; collective.
 
-    `program` describes rank 0's program. Raises the errors of `begin` on rank 0,
+    `describe_run` describes rank 0's program and options. Raises the errors of `begin` on rank 0,
     and `WorldError` on others.
     """
     directory = config.dir
@@ -166,7 +166,8 @@ def find_owner(
     results: list[tuple[Owner, RemoteOwner | None]] = []
 
     def begin_run() -> dict[str, Any]:
-        digest = hashlib.sha256(json.dumps(program, sort_keys=True).encode()).hexdigest()[:16]
+        described = json.dumps(describe_run(), sort_keys=True)
+        digest = hashlib.sha256(described.encode()).hexdigest()[:16]
         results.append(begin(directory, config, digest, has_begun=has_begun))
         return asdict(results[0][0])
 

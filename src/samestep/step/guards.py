@@ -53,6 +53,7 @@ from samestep.torch_internals import (
 
 REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
 MOST_FUNCTIONS: Final = 16
+MOST_ITEMS: Final = 16  # of a container that is searched for metrics
 MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
 NO_VARIABLES: Final[Mapping[str, Any]] = {}
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
@@ -496,7 +497,7 @@ def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
                 state[name] = value
         elif isinstance(value, Module) or is_metric(value):
             state[name] = value
-        elif isinstance(value, (dict, list, tuple)) and len(value) <= MOST_FUNCTIONS:
+        elif isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             state |= {f"{name}[{key!r}]": part for key, part in items if is_metric(part)}
     return state

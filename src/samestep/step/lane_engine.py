@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -204,8 +204,7 @@ class LaneEngine(LaneContext):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             begun = self.gpu_clock.mark()
-            # a metric has an error of its own, so its tensors are compared first
-            with self.manual.lanes(), self._watched(loss, seed[0]), self._watch_metrics(loss):
+            with self.manual.lanes(), self._watched(loss, seed[0]):
                 # [subtrees, parameters], each a tensor or None
                 own_gradients = yield from lane_pass.run()
             computed = self.gpu_clock.mark()
@@ -247,18 +246,17 @@ class LaneEngine(LaneContext):
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, list(notes), skipped)
 
-    def _watched(self, loss: LossSpec, step: int) -> AbstractContextManager[None]:
-        """Return a context of this worker's lanes, which may not change what others read."""
-        if self.lanes == 1:
-            return nullcontext()
-        return self._state.lanes(
-            step, loss_fn=loss.fn, embed=loss.embed, model=loss.model, body=loss.body
-        )
-
-    def _watch_metrics(self, loss: LossSpec) -> AbstractContextManager[None]:
+    @contextmanager
+    def _watched(self, loss: LossSpec, step: int) -> Iterator[None]:
+        """Compute this worker's lanes in the block; they may not change what others read."""
         if self.lanes == 1:  # it has all samples, on the only worker
-            return nullcontext()
-        return self._metrics.lanes(loss.embed or loss.fn, loss.model, loss.body)
+            yield
+            return
+        roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": loss.body}
+        function = loss.embed or loss.fn
+        # metrics are compared first, because their error says more than that of their tensors
+        with self._state.lanes(step, **roots), self._metrics.lanes(function, loss.model, loss.body):
+            yield
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
         """Return copies of the gradients to which this call adds, none if they are clear.
