@@ -102,6 +102,18 @@ def browsing() -> Iterator[Chrome]:
             driver.quit()
 
 
+def downloaded(folder: Path, pattern: str) -> Path:
+    """Wait until a file was saved whole, and return its path.
+
+    The browser reserves the name with an empty file first, and then renames the whole one to it.
+    """
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (found := [file for file in folder.glob(pattern) if file.stat().st_size]):
+        assert time.monotonic() < deadline, f"no {pattern} among {list(folder.iterdir())}"
+        time.sleep(0.05)
+    return found[0]
+
+
 class Page:
     """The page as a reader sees and uses it."""
 
@@ -217,6 +229,10 @@ class Page:
             if self.run("return document.activeElement.matches(arguments[0])", selector):
                 return
         raise AssertionError(f"Tab never reached {selector}")
+
+    def save_downloads_in(self, folder: Path) -> None:
+        allowed = {"behavior": "allow", "downloadPath": str(folder)}
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", allowed)
 
     def was_loaded_once(self) -> bool:
         return bool(self.run("return window.opened"))

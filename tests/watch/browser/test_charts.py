@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.watch.browser.pages import TIMEOUT_SECONDS
+from tests.watch.browser.pages import downloaded
 from tests.watch.browser.runs import append, losses, paint, shown_color
 from tests.watch.writing import histogram, scalars, started, system, timing
 
@@ -260,8 +258,7 @@ def test_the_chart_of_workers_has_names_colors_and_a_box(run, page):
 
 def saved(page, folder, label):
     """Save a chart in both formats, and return the lines of one and the picture of the other."""
-    allowed = {"behavior": "allow", "downloadPath": str(folder)}
-    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", allowed)
+    page.save_downloads_in(folder)
     for kind in ("CSV", "PNG"):
         page.run(
             "const menu = document.querySelector(`[aria-label='Save ${arguments[0]}']`);"
@@ -270,12 +267,9 @@ def saved(page, folder, label):
             label,
             kind,
         )
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (files := list(folder.glob(f"*.{kind.lower()}"))):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        file = downloaded(folder, f"*.{kind.lower()}")
     (table,) = folder.glob("*.csv")
-    with Image.open(files[0]) as picture:
+    with Image.open(file) as picture:
         return table.read_text().splitlines(), picture.convert("RGB")
 
 

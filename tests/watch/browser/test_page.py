@@ -16,7 +16,7 @@ from selenium.webdriver.support.select import Select
 
 from samestep.record import read_events
 from tests.python import start_python
-from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, serving
+from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, downloaded, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
 from tests.watch.writing import histogram, loop, scalars, started, timing
 from tests.workers import free_port
@@ -442,8 +442,7 @@ def test_a_note_and_tags_leave_the_first_chart_where_it_is(run, page):
 
 
 def test_a_chart_is_saved_and_its_spike_is_clipped(run, page, tmp_path):
-    allowed = {"behavior": "allow", "downloadPath": str(tmp_path)}
-    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", allowed)
+    page.save_downloads_in(tmp_path)
     spiked = {step: 1e6 if step == 7 else 1 + step % 3 for step in range(20)}
     append(run, *(scalars(step, **{"val/loss": value}) for step, value in spiked.items()))
     page.open(run.name).points("val/loss", 20)
@@ -466,10 +465,7 @@ def test_a_chart_is_saved_and_its_spike_is_clipped(run, page, tmp_path):
             ".find((one) => one.textContent === arguments[0]).click()",
             kind,
         )
-        file = tmp_path / f"val-loss.{kind.lower()}"
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        downloaded(tmp_path, f"val-loss.{kind.lower()}")
     lines = (tmp_path / "val-loss.csv").read_bytes().decode().splitlines()
     assert lines[0] == "run,step,value,low,high,smoothed"
     assert lines[1:] == [f"{run.name},{step},{value:.0f},,," for step, value in spiked.items()]
