@@ -23,6 +23,7 @@ export function tablePanel(root) {
   let lines = new Map(); // rows of the table by run
   let asked = -Infinity;
   let answered = 0;
+  let timer; // of news that came too early for a request
   let all = false;
   const search = searchBox("run-filter", "Filter: name, tag=…, lr=0.1", (text) =>
     choose({ filter: text }));
@@ -59,14 +60,20 @@ export function tablePanel(root) {
     more.hidden = rows.length === matching.length;
     chart.update(matching, names, state.run);
   }
-  return {
+  const panel = {
     async update(view) {
+      clearTimeout(timer);
       if (document.activeElement !== search) search.value = state.filter;
       draw();
       const known = new Map(runs.map((run) => [run.id, run]));
       const isOld = view.rows.length !== runs.length || view.rows.some((row) =>
         !known.has(row.id) || NEWS.some((key) => known.get(row.id)[key] !== row[key]));
-      if (!isOld || performance.now() - asked < PAUSE) return;
+      if (!isOld) return;
+      const early = asked + PAUSE - performance.now();
+      if (early > 0) {
+        timer = setTimeout(() => panel.update(view), early);
+        return;
+      }
       asked = performance.now();
       const response = await get("/api/table");
       runs = described(response.runs);
@@ -75,6 +82,7 @@ export function tablePanel(root) {
       draw();
     },
   };
+  return panel;
 }
 
 /** Return runs with their columns and the text that a filter searches. */
