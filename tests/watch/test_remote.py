@@ -19,6 +19,7 @@ import samestep as ss
 from samestep.errors import ConfigError
 from samestep.record.events import parse_events
 from samestep.record.files import EventChunk
+from samestep.snapshot import owner
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import Storage
 from samestep.watch.runs import open_views
@@ -123,7 +124,8 @@ def check_each_step_counts_once(served, directory):
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_run_on_s3_that_is_killed_and_resumed_elsewhere(tmp_path):
+def test_a_run_on_s3_that_is_killed_and_resumed_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "LOST_SECONDS", 2.0)  # the killed run is dead
     killed, resumed = tmp_path / "here", tmp_path / "there"
     with serving(RUNS) as served:
         assert served.json("/api/runs") == {"runs": [], "faults": []}
