@@ -103,6 +103,11 @@ class Config:
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
     )
+    recheck_every: int | None = option(
+        None,
+        "steps between checks of the hardware, for which another worker computes a lane again "
+        "(default: none)",
+    )
     system_every: float | None = option(
         5.0,
         "seconds between samples of each host's CPU, memory, GPUs, disk and network for the "
@@ -127,6 +132,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_minimum(1, "lanes", "threads", "keep_last", "stop_after", "check_every")
+        self._check_minimum(1, "recheck_every")
         self._check_minimum(0, "seed", "keep_best", "max_restarts")
         self._check_choice("precision", "float32", "bfloat16", "float16")
         if self.exchange_dtype not in {None, "bfloat16"}:

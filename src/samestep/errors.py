@@ -11,8 +11,8 @@
     ├── LossError
     │   └── NonFiniteLossError
     ├── OutOfMemoryError, also a MemoryError
-    └── ModelError, DivergenceError, OptimizerError, EvaluationError, SnapshotError, RecordError,
-        VerifyError
+    └── ModelError, DivergenceError, RecheckError, OptimizerError, EvaluationError, SnapshotError,
+        RecordError, VerifyError
 
 A message says what is wrong with which value, what was expected, and what to do.
 """
@@ -133,6 +133,35 @@ class OutOfMemoryError(SamestepError, MemoryError):
 
 class DivergenceError(SamestepError):
     """Replicated state differs between workers; names the step, the tensor and the workers."""
+
+
+class RecheckError(SamestepError):
+    """A lane that was computed again has other bits, as on faulty hardware.
+
+    Attributes: `ranks`, `hosts` and `devices` (tuples) of the worker that the others outvoted, or
+    of all that may be wrong; `step`, `lane` and `tensor`, where the first difference is;
+    `is_certain` (bool): most workers agree that those of `ranks` are wrong. A launcher of several
+    hosts then goes on without theirs.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        hosts: tuple[str, ...] = (),
+        devices: tuple[str, ...] = (),
+        step: int = 0,
+        lane: int = 0,
+        tensor: str = "",
+        is_certain: bool = False,
+        is_secondary: bool = False,
+    ) -> None:
+        super().__init__(text)
+        self.ranks, self.hosts, self.devices = ranks, hosts, devices
+        self.step, self.lane, self.tensor = step, lane, tensor
+        self.is_certain = self.is_retryable = is_certain
+        self.is_secondary = is_secondary
 
 
 class OptimizerError(SamestepError):

@@ -9,6 +9,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import torch
+
 import samestep as ss
 from tests.jobs import image_job
 
@@ -45,6 +47,14 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "raise":
             raise ValueError("the data is wrong")
+        if self.does == "flip":  # a bit of each gradient from now on
+            parameter = next(run._lanes.models.modules[0].parameters())
+            parameter.register_hook(lambda gradient: flipped(gradient.clone()))
+
+
+def flipped(gradient: torch.Tensor) -> torch.Tensor:
+    gradient.view(torch.int32)[0] ^= 1
+    return gradient
 
 
 def main(directory, fault='{"workers": 0, "rank": 0, "step": 0, "does": ""}'):

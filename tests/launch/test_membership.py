@@ -302,6 +302,46 @@ def test_killed_workers_restart_until_they_make_no_progress(two):
     assert two.last("a")["failure"]["summary"] == "killed"
 
 
+FAULT = {"rank": 2, "is_retryable": True, "is_faulty": True, "step": 7, "summary": "other bits"}
+
+
+@pytest.mark.parametrize("exits_first", [False, True])
+def test_a_run_goes_on_without_a_host_whose_hardware_is_faulty(two, exits_first):
+    two.report("a", "heartbeat", step=7)
+    two.fail("a", is_secondary=True, summary="the bits of worker 2 are wrong")
+    two.fail("b", **FAULT)
+    if not exits_first:
+        two.wait(1)
+        assert two.last("b") == {"order": "stop", "kill": True}
+    two.end("a", "b")
+    two.wait(1)
+    end = two.last("b")
+    assert (end["order"], end["failure"]["summary"]) == ("end", "other bits")
+    assert two.last("a") == start_of(0, 2, 2)
+    assert two.log[-1] == (
+        "host b is left out, because its hardware is faulty: other bits [step 7, host b]"
+    )
+    two.join("b")  # started once more: it waits, as the run does not need it
+    two.wait(60)
+    assert len(two.attempts) == 2
+
+
+@pytest.mark.parametrize(("min_nodes", "rank"), [(2, 1), (1, 0)])
+def test_faulty_hardware_of_a_host_that_is_needed_ends_the_run(min_nodes, rank):
+    """It is one of the least number of hosts, or the first host."""
+    hosts = Hosts(min_nodes=min_nodes, max_nodes=2)
+    hosts.join("a", leads=True)
+    hosts.join("b")
+    hosts.wait(2)
+    hosts.report("a", "heartbeat", step=7)
+    hosts.fail("ab"[rank], **{**FAULT, "rank": rank})
+    hosts.wait(1)
+    assert hosts.last("a") == {"order": "stop", "kill": False}
+    hosts.end("a", "b")
+    for name in "ab":
+        assert hosts.last(name)["failure"]["summary"] == "other bits"
+
+
 def test_workers_killed_before_the_run_began_end_it():
     hosts = Hosts(max_nodes=1)
     hosts.join("a")

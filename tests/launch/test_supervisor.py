@@ -96,6 +96,19 @@ def test_a_killed_worker_restarts_on_its_host(start, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+def test_a_run_goes_on_without_a_host_whose_hardware_is_faulty(start, alone, tmp_path):
+    flags = "--nodes", "1:2", "--lanes", "8", "--recheck-every", "1"
+    fault = at(3, 2, 3, "flip")
+    first = start(0, *flags, "-n", "2", fault=fault)
+    other = start(1, *flags, "-n", "1", fault=fault)
+    assert other.end() == 1
+    assert first.end() == 0, first.output()
+    assert "RecheckError: worker 2 (" in other.output()
+    assert "is left out, because its hardware is faulty: RecheckError" in first.output()
+    assert "trained at 2 workers" in first.output()
+    assert left_by_nodes(tmp_path / "run") == alone
+
+
 def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
     first, other = (

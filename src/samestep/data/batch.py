@@ -64,6 +64,7 @@ class Batch:
     over `lanes`. `epoch` counts from 0. `own_lanes` are the numbers of this worker's lanes.
     `counts` holds the planned number of samples of each lane of the run, None for streams.
     `is_exact` says whether lane batches have that number; a `collate_fn` may have dropped some.
+    `load_lane` loads the batch of any lane, None if data can be read only once.
     """
 
     epoch: int
@@ -71,6 +72,7 @@ class Batch:
     counts: Sequence[int] | None
     source: Iterator[Any]
     is_exact: bool = True
+    load_lane: Callable[[int], Any] | None = None
     data_seconds: float = 0.0
     _loaded: list[tuple[int, Any]] = field(default_factory=list)
     _incomplete: dict[int, int] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -339,6 +340,30 @@ def load_again(dataset: Any, request: Request, loader_workers: int, loads: int) 
     return answer
 
 
+@dataclass(frozen=True)
+class LaneSource:
+    """The batches of all lanes, each a function of the plan."""
+
+    plan: Plan
+    dataset: Any
+    seed: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    loader_workers: int
+
+    def request(self, epoch: int, step: int, lane: int) -> Request:
+        """Return the request for a lane's batch."""
+        where = f"lane {lane} of step {step} in epoch {epoch}"
+        indices = self.plan.indices(epoch, step, lane).tolist()
+        return Request(where, indices, key(self.seed, "fetch", epoch, step, lane))
+
+    def load(self, epoch: int, step: int, lane: int) -> Any:
+        """Load a lane's batch now, where other batches are loaded: here or in a process."""
+        requests, workers = [self.request(epoch, step, lane)], min(1, self.loader_workers)
+        options: dict[str, Any] = {"collate_fn": self.collate_fn, "loader_workers": workers}
+        (data,) = load(self.dataset, requests, pin_memory=False, **options)
+        return data
+
+
 def plan_batches(
     plan: Plan,
     dataset: Any,
@@ -359,6 +384,7 @@ def plan_batches(
     across steps and epochs, so `positions` is iterated twice: once to fetch and once to yield.
     """
     use = check.begin(dataset, plan.size, f"loop {name!r}")
+    lane_source = LaneSource(plan, dataset, seed, collate_fn, loader_workers)
 
     def is_due(number: int, epoch: int, step: int) -> bool:
         at_start = number == 0
@@ -371,9 +397,7 @@ def plan_batches(
             counts = plan.counts(epoch, step)
             for lane in lanes:
                 if counts[lane]:
-                    where = f"lane {lane} of step {step} in epoch {epoch}"
-                    indices = plan.indices(epoch, step, lane).tolist()
-                    yield Request(where, indices, key(seed, "fetch", epoch, step, lane))
+                    yield lane_source.request(epoch, step, lane)
 
     source = load(
         dataset,
@@ -389,6 +413,7 @@ def plan_batches(
             check.add(use, epoch, next(source)[0], again)
         if number == 0 or step == 0:
             check.add_plan(use, epoch, plan.describe(epoch))
-        batch = Batch(epoch, lanes, plan.counts(epoch, step), source, is_exact=collate_fn is None)
+        counts, load_lane = plan.counts(epoch, step), partial(lane_source.load, epoch, step)
+        batch = Batch(epoch, lanes, counts, source, collate_fn is None, load_lane)
         yield batch
         batch.load()

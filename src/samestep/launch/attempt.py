@@ -9,13 +9,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError
+from samestep.errors import ConfigError, RecheckError, RecordError, SamestepError, SnapshotError
 from samestep.host import SIGNALED
 
 Message = Mapping[str, Any]
@@ -40,7 +40,8 @@ class WorkerFailure:
 
     `at` is in seconds of the monotonic clock, which all processes of a host share; in the
     coordinator it is on the coordinator's clock. Workers are restarted only after failures that are
-    `is_retryable`. A failure that `is_secondary` was caused by the failure of another worker.
+    `is_retryable`. A failure that `is_secondary` was caused by the failure of another worker. After
+    one that `is_faulty`, the worker's host must not be used again.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class WorkerFailure:
     is_retryable: bool = False
     step: int | None = None  # None before the run began
     host: str = ""
+    is_faulty: bool = False
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> WorkerFailure:
@@ -82,7 +84,8 @@ class WorkerFailure:
             status = SIGNALED + signal.SIGINT
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
-        return cls(rank, at, summary, text, status, is_secondary=secondary, is_retryable=retryable)
+        failure = cls(rank, at, summary, text, status, secondary, retryable)
+        return replace(failure, is_faulty=isinstance(error, RecheckError) and not secondary)
 
     @classmethod
     def of_exit(
@@ -132,6 +135,7 @@ class WorkerFailure:
             is_retryable=bool(fields["is_retryable"]),
             step=None if fields["step"] is None else int(fields["step"]),
             host=str(fields["host"]),
+            is_faulty=bool(fields.get("is_faulty")),
         )
 
     def __str__(self) -> str:
@@ -207,6 +211,7 @@ class Node:
     last_seen: float = 0.0
     ready: bool = False
     leaving: bool = False
+    failure: WorkerFailure | None = None  # of its hardware, for which it leaves
     first_rank: int = 0
     busy: bool = False  # has workers in the current attempt
 

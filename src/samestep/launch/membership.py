@@ -33,6 +33,7 @@ CAUSE_SECONDS: Final = LOST_SECONDS + 1.0  # time for the cause of a secondary f
 KILL_SECONDS: Final = 40.0
 PROBATION_SECONDS: Final = 10.0  # time until the run stops for a host that was lost; doubles
 FORGET_SECONDS: Final = 3600.0  # time after which an earlier loss of a host no longer counts
+MOST_LOSSES: Final = 10  # as which faulty hardware counts: the host is used only if it is needed
 STATUS_ON_SIGTERM: Final = SIGNALED + signal.SIGTERM  # exit status of a worker that took a snapshot
 
 
@@ -143,15 +144,20 @@ class Membership:
             if now - node.last_seen > limit:
                 self.leave(node, f"no message for {limit:g} s", now)
             elif node.leaving and not node.busy:
-                self._nodes.remove(node)
-                attempt = self._attempt.number
-                node.send({"order": "end", "attempt": attempt, "signal": signal.SIGTERM})
+                self._dismiss(node)
         if self.phase is Phase.JOINING:
             self._start_if_enough(now)
         elif self.phase is Phase.RUNNING:
             self._check_attempt(now)
         elif self.phase is Phase.STOPPING:
             self._check_exits(now)
+
+    def _dismiss(self, node: Node) -> None:
+        self._nodes.remove(node)
+        outcome: Message = {"signal": signal.SIGTERM}
+        if node.failure is not None:
+            outcome = {"failure": asdict(node.failure)}
+        node.send({"order": "end", "attempt": self._attempt.number, **outcome})
 
     def _start_if_enough(self, now: float) -> None:
         ready = [node for node in self._nodes if node.ready]
@@ -218,13 +224,35 @@ class Membership:
         """Return how long to wait for an earlier failure, or for workers that fail as a result."""
         if len(self._attempt.nodes) > 1:
             return CAUSE_SECONDS if failure.is_secondary else REORDER_SECONDS
-        return 0.0 if self._restarts.allows(failure) else EXIT_SECONDS
+        return 0.0 if self._allows(failure) else EXIT_SECONDS
+
+    def _allows(self, failure: WorkerFailure) -> bool:
+        """Return whether workers may be restarted, without the host if its hardware is faulty."""
+        allows = self._restarts.allows(failure)
+        return allows and (not failure.is_faulty or self._is_spare(self._node_of(failure.rank)))
+
+    def _node_of(self, rank: int) -> Node:
+        """Return the host of a worker of this attempt."""
+        nodes = [node for node in self._attempt.nodes if node.first_rank <= rank]
+        return max(nodes, key=lambda node: node.first_rank)
+
+    def _leave_out(self, failure: WorkerFailure, now: float) -> None:
+        """Continue without the host of a worker whose hardware is faulty."""
+        node = self._node_of(failure.rank)
+        if not node.leaving:
+            node.leaving, node.failure = True, failure
+            self._losses[node.host] = MOST_LOSSES, now
+            self._log(f"host {node.name} is left out, because its hardware is faulty: {failure}")
+        if node in self._nodes and not node.busy:
+            self._dismiss(node)
 
     def _decide(self, now: float) -> None:
         """Stop the attempt once reports of the cause of its failure have had time to arrive."""
         failure = self._attempt.first_failure
         if failure is not None and now >= self._attempt.decide_at:
-            restarts = self._restarts.allows(failure)
+            restarts = self._allows(failure)
+            if restarts and failure.is_faulty:
+                self._leave_out(failure, now)
             self._send_all({"order": "stop", "kill": restarts})
             self._stop(StopReason.RESTART if restarts else StopReason.FAILURE, now + KILL_SECONDS)
 
@@ -289,8 +317,10 @@ class Membership:
             self._continue(now)
         elif failure is None:
             self._end({})
-        elif attempt.stop_reason is not StopReason.FAILURE and self._restarts.allows(failure):
+        elif attempt.stop_reason is not StopReason.FAILURE and self._allows(failure):
             self._restarts.use()
+            if failure.is_faulty:  # its workers exited before the decision
+                self._leave_out(failure, now)
             self._send_all({"order": "restarting", "failure": asdict(failure)})
             self._continue(now)
         else:

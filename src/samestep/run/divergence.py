@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,17 +19,13 @@ from samestep.data.random_state import set_generators
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
+from samestep.step.hashing import bytes_of, hash_of
 from samestep.step.lane_pass import LossSpec
 
 OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
 MOST_VALUES: Final = 2000  # of one attribute that are compared
 
 COMPARING: Final = "comparing the workers' states"
-# GPUs hash this many bytes at a time: enough to keep one busy, little compared with its memory.
-CHUNK_BYTES: Final = 1 << 26
-# Shifts and multipliers of splitmix64 (Steele et al. 2014), as signed integers of 64 bits.
-GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-MIXING: Final = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 class DivergenceCheck:
@@ -41,13 +37,14 @@ class DivergenceCheck:
 
     def __init__(
         self,
-        every: int | None,
+        intervals: Sequence[int | None],
         world: World,
         tracked: Tracked,
         modules: list[torch.nn.Module],
     ) -> None:
         self.modules = modules
-        self._every, self._world, self._tracked = every, world, tracked
+        self._world, self._tracked = world, tracked
+        self._intervals = [steps for steps in intervals if steps is not None]
         self._has_begun = self._is_fresh = False
         self._equal_step: int | None = None
 
@@ -56,9 +53,10 @@ class DivergenceCheck:
         self._is_fresh = False
 
     def compare_if_due(self, step: int, *, last: bool = False) -> None:
-        """Compare after the first step of this process, every `every` steps and after the last."""
+        """Compare after the first step of this process, and the last one, and when one is due."""
         first, self._has_begun = not self._has_begun and not last, True
-        if self._every is None or not (first or last or step % self._every == 0):
+        is_due = first or last or any(step % every == 0 for every in self._intervals)
+        if not self._intervals or not is_due:
             return
         if not (last and step == self._equal_step):
             self.compare(step, what="ending the run" if last else COMPARING)
@@ -126,8 +124,9 @@ class DivergenceCheck:
 def checksums(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the checksums of the tensors in a nested state, by path; skip aliases."""
     return {
-        path: f"{tensor.dtype} {tuple(tensor.shape)} {checksum(_bytes(tensor.cpu()).numpy().data)}"
+        path: f"{tensor.dtype} {tuple(tensor.shape)} {checksum(data.numpy().data)}"
         for path, tensor in _unique(state)
+        for data in [bytes_of(tensor.cpu())]
     }
 
 
@@ -137,44 +136,12 @@ def digest(state: Mapping[str, Any]) -> str:
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in _unique(state):
         if tensor.device.type == "cpu":
-            hasher.update(_bytes(tensor).numpy().data)  # no copy
+            hasher.update(bytes_of(tensor).numpy().data)  # no copy
         else:
-            by_device.setdefault(tensor.device, []).append(_bytes(tensor))
+            by_device.setdefault(tensor.device, []).append(bytes_of(tensor))
     for values in by_device.values():
         hasher.update(hash_of(values).cpu().numpy().data)  # 8 bytes instead of the tensors
     return hasher.hexdigest()
-
-
-def hash_of(values: Iterable[Tensor]) -> Tensor:
-    """Return a hash, int64 [1], of uint8 [n] tensors, computed on their device.
-
-    Every 8 bytes are mixed with their position. Their sum, of integers, is the same in any order.
-    """
-    # uint8 [at most CHUNK_BYTES]
-    chunks = [chunk for value in values for chunk in value.split(CHUNK_BYTES)]
-    sums: list[Tensor] = []
-    # Small tensors are joined up to a chunk: one kernel for many parameters.
-    position, together, size = 0, list[Tensor](), 0
-    for number, chunk in enumerate(chunks, start=1):
-        together.append(torch.nn.functional.pad(chunk, (0, -len(chunk) % 8)))
-        size += len(together[-1])
-        if number == len(chunks) or size + len(chunks[number]) > CHUNK_BYTES:
-            words = torch.cat(together).view(torch.int64)  # [bytes / 8]
-            # int64 [bytes / 8]
-            places = torch.arange(position, position + len(words), device=words.device)
-            # Equal words in other places then count differently. Integers overflow the same way
-            # everywhere.
-            words.add_(places.add_(1).mul_(GOLDEN))
-            for shift, factor in MIXING:
-                logical = (1 << (64 - shift)) - 1  # `>>` copies the sign
-                words.bitwise_xor_((words >> shift).bitwise_and_(logical)).mul_(factor)
-            sums.append(words.sum())
-            position, together, size = position + len(words), [], 0
-    return torch.stack(sums).sum().view(1) if sums else torch.zeros(1, dtype=torch.int64)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _unique(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -281,7 +248,7 @@ def summary(value: Any) -> str:
     while queue and len(summaries) < MOST_VALUES:  # breadth first; the object may contain itself
         value = queue.popleft()
         if isinstance(value, torch.Tensor):
-            value = _bytes(value.cpu()).numpy()
+            value = bytes_of(value.cpu()).numpy()
         if isinstance(value, np.ndarray):
             summaries.append(checksum(np.ascontiguousarray(value).view(np.uint8).data))
         elif isinstance(value, (str, bytes, int, float, complex, type(None), np.generic)):

@@ -202,8 +202,8 @@ class Session:
         world = self.world
         # `samestep verify` compares snapshots itself
         tracked = Tracked(resumed, read_only=config.read_only)
-        every = None if is_observed() else config.check_every
-        self.divergence = DivergenceCheck(every, world, tracked, modules)
+        intervals = (None, None) if is_observed() else (config.check_every, config.recheck_every)
+        self.divergence = DivergenceCheck(intervals, world, tracked, modules)
         self.snapshots = SnapshotManager(
             config,
             world,

@@ -13,7 +13,8 @@ step; a later step must not write other buffers in backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -202,6 +203,27 @@ class Buffers:
                     written[number] = part.view(starts[number].shape)
             foreach_copy_(current, starts)
             self._by_forward = []
+
+    def left_by(self, lane: int) -> dict[str, Tensor]:
+        """Return the values that a lane left, by name; on GPUs, also of buffers not written."""
+        return {
+            f"buffer {self._homes[number].path!r}": value
+            for number, value in self._written.get(lane, {}).items()
+        }
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Compute a lane of any worker once more in the block; what it writes is forgotten."""
+        written, flags = dict(self._written), list(self._flags)
+        after = [*map(torch.clone, self._detached())] if self._lanes == 1 else []
+        if after:  # a single lane leaves its values
+            foreach_copy_(self._detached(), self._start)
+        try:
+            yield
+        finally:
+            self._written, self._flags = written, flags
+            if after:
+                foreach_copy_(self._detached(), after)
 
     def end_lanes(self, copy: Copy) -> None:
         """End the lanes of a step; in the first one, `copy` copies what backward alone wrote."""

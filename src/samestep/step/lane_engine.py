@@ -33,6 +33,7 @@ from samestep.step.guards import (
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.lane_state import LaneState
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
+from samestep.step.recheck import Recheck
 from samestep.step.scaling import scaled
 from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
@@ -112,6 +113,7 @@ class LaneEngine(LaneContext):
             self.world.wait_for_gpu,
         )
         self._metrics = MetricGuard()
+        self._recheck = Recheck(self, self.models.modules) if self.config.recheck_every else None
         if self.lanes > 1:
             self.watch = self._state.lane
         self.compute_seconds = 0.0
@@ -203,12 +205,17 @@ class LaneEngine(LaneContext):
         with self._restoring(parameters, earlier, overlap):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
+            check = None if self._recheck is None else self._recheck.begin(lane_pass)
             begun = self.gpu_clock.mark()
             with self.manual.lanes(), self._watched(loss, seed[0]):
                 # [subtrees, parameters], each a tensor or None
                 own_gradients = yield from lane_pass.run()
+                if check is not None:  # of the hardware: one lane once more
+                    check.repeat()
             computed = self.gpu_clock.mark()
             report = self._report(lane_pass, own_gradients, started)
+            if check is not None:
+                report["recheck"] = check.report()
 
             # slice s of every subtree's gradient goes to worker s, and the losses go to all workers
             started = time.perf_counter()
@@ -220,6 +227,8 @@ class LaneEngine(LaneContext):
             calls, reports, notes = zip(*receive(), strict=True)  # [workers] each, by rank
             check_same_call(calls)
             results = _results_of(reports)
+            if check is not None:
+                check.compare([report["recheck"] for report in reports])
             check_divisors([entry for report in reports for entry in report["divisors"]])
             skipped = None
             if self.config.nonfinite_loss != "continue":

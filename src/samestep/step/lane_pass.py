@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, Literal
@@ -137,6 +137,8 @@ class LanePass:
     parameters: Parameters
     seed: tuple[int, ...]
     overlap: Callable[[Mapping[Span, Gradients]], AbstractContextManager[Mapping[int, Gradients]]]
+    # gets gradients of each lane before they are added
+    after_lane: Callable[[int, Gradients], None] | None = None
 
     def __post_init__(self) -> None:
         counts = self.batch.counts  # of samples, by lane of the run; None for streams
@@ -157,6 +159,7 @@ class LanePass:
         # samples, and what the mean of a cross-entropy was divided by, with such copies
         self._divisors: list[tuple[int, float, Tensor]] = []
         self.exchange_seconds = 0.0  # of `run`
+        self.watched: int | None = None  # the lane that is computed again
         self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
         # what `overlap` gave: gradients of each subtree, by number of the parameter
         self._in_exchange: Mapping[int, Gradients] = {}
@@ -196,6 +199,8 @@ class LanePass:
             if span[1] - span[0] > 1:
                 return None
             lane_gradients = yield from self._run_lane(span[0], replica)
+            if self.after_lane is not None:
+                self.after_lane(span[0], lane_gradients)
             yield None
             return lane_gradients
 
@@ -204,6 +209,28 @@ class LanePass:
             parts = [replica.lanes[:-1], replica.lanes[-1:]]
         for span in [span for lanes in parts for span in subtrees(lanes, self.context.lanes)]:
             self._sums[span] = yield from tree_steps(span, gradients, add_gradients)
+
+    def watch_lane(self, lane: int, note: Callable[[int, Gradients], None]) -> None:
+        """Prepare to repeat a lane of any worker, and call `note` after each lane of this one.
+
+        The gradients of `lane` go into exchanges after that.
+        """
+        self.watched, self.after_lane = lane, note
+        if lane == self.context.own[-1]:
+            self.overlap = no_overlap
+
+    def repeat(self, lane: int, batch: Batch) -> Gradients:
+        """Return the gradients of the lane that is watched, computed here from a batch with it.
+
+        Buffers must have the values from which lanes start.
+        """
+        return replace(self, batch=batch, overlap=no_overlap, after_lane=None).compute(lane)
+
+    def compute(self, lane: int) -> Gradients:
+        """Return the gradients of a lane, computed on this worker's first device."""
+        first = self.context.replicas.all[0].device
+        with generators_restored(), self.context.keep_casts():
+            return finished(self._run_lane(lane, Replica(0, first, range(lane, lane + 1))))
 
     def scale(self, results: Iterable[LaneResult]) -> float:
         """Return the factor from the sum of gradients to the gradient of the mean."""
@@ -308,12 +335,14 @@ class LanePass:
         roots: Sequence[Tensor],
         weights: Sequence[Tensor | None],
         parameters: Parameters,
+        *,
+        retain_graph: bool = False,
     ) -> Gradients:
         # gradients of other lanes have to wait: they are not sums of subtrees yet
         is_last = lane == self.context.own[-1]
         overlap = self.overlap(self._sums) if is_last else nullcontext({})
         with self.context.manual.backward(parameters, lane), overlap as self._in_exchange:
-            torch.autograd.backward(roots, weights, inputs=parameters)
+            torch.autograd.backward(roots, weights, retain_graph, inputs=parameters)
         gradients = take_gradients(parameters, self.context.round_to)
         refuse_added_twice([gradients[n] for n in self._in_exchange], lane)
         return gradients
@@ -331,6 +360,11 @@ class LanePass:
         if self.loss.count is None:
             return self.batch.samples(lane, batch)
         return counted(self.loss.count, batch, f"lane {lane}")
+
+
+def no_overlap(_: object) -> nullcontext[dict[int, Gradients]]:
+    """Return a context in which no gradient goes into exchanges during backward."""
+    return nullcontext({})
 
 
 def counted(count: Count, batch: Any, where: str) -> float:

@@ -81,6 +81,7 @@ class LaneState:
             yield
         finally:
             del self._roots
+            self._is_first = False  # no search for a lane that is computed again later
         after = _marks(tensors, compares_bits=compares_bits)
         if before != after:
             changed = next(n for n in range(len(tensors)) if before[n] != after[n])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 from samestep.comm.base import World
+from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, in_turn
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
-from samestep.step.lane_pass import LanePass, LossFn, split_loss
+from samestep.step.lane_pass import LanePass, LossFn, no_overlap, split_loss
 from samestep.step.replicas import Replica
 
 # The container of embeddings as JSON: the names of a dict, the length of a tuple, None for a tensor
@@ -56,6 +58,8 @@ class WholeBatchPass(LanePass):
         self._scalars: dict[str, Tensor] = {}
         self._differences: list[tuple[int, Tensor]] = []
         self._is_second = False
+        # of the lane that is watched: gradients of its embeddings; the loss, if that is lane 0
+        self._kept: tuple[dict[int, list[Tensor | None]], Tensor | None] = {}, None
 
     def run(self) -> LaneSteps[list[Gradients]]:
         context = self.context
@@ -67,6 +71,25 @@ class WholeBatchPass(LanePass):
             self._compute_loss()  # between the passes, on every worker
             self._is_second = True
             return (yield from super().run())
+
+    def repeat(self, lane: int, batch: Batch) -> Gradients:
+        """Return the gradients of a lane, given those of its embeddings: the loss is not repeated.
+
+        Loss functions may keep what they have seen.
+        """
+        repeated = replace(self, batch=batch, overlap=no_overlap, after_lane=None)
+        repeated.begin_second(lane, self._embeddings, self._kept)
+        return repeated.compute(lane)
+
+    def begin_second(
+        self,
+        lane: int,
+        embeddings: dict[int, list[Tensor]],
+        kept: tuple[dict[int, list[Tensor | None]], Tensor | None],
+    ) -> None:
+        """Continue with the second pass of a lane, from the first pass of all workers."""
+        self.watched, self._is_second, self._embeddings = lane, True, embeddings
+        self._weights, self._loss = dict(kept[0]), kept[1]
 
     def scale(self, results: object) -> float:
         """Return 1: the loss is that of all items already."""
@@ -151,8 +174,9 @@ class WholeBatchPass(LanePass):
         if not roots:
             return [None] * len(self.parameters)
         if any(root is self._loss for root in roots):
-            self._loss = None  # its graph ends with this pass
-        return self._differentiate(lane, roots, weights, replica.of(self.parameters))
+            self._loss = None  # its graph ends with this pass, unless it is repeated
+        parameters, retain_graph = replica.of(self.parameters), self.watched == lane == 0
+        return self._differentiate(lane, roots, weights, parameters, retain_graph=retain_graph)
 
     def _compute_loss(self) -> None:
         """Compute the loss of all embeddings, and its gradient for those of this worker's lanes."""
@@ -169,7 +193,8 @@ class WholeBatchPass(LanePass):
             return
         context.world.status.set_activity("computing the loss of all lanes")
         inputs = [tensor for tensor in gathered.tensors if tensor.requires_grad]
-        has_lane_0 = 0 in context.own  # this worker needs the graph again, in `_continue`
+        # this worker needs the graph again, in `_continue`
+        has_lane_0 = 0 in context.own or self.watched == 0
         with (
             context.replicas.on(context.replicas.all[0]),
             # every worker draws the same random numbers, so it gets the same loss
@@ -198,7 +223,8 @@ class WholeBatchPass(LanePass):
         self._scalars = self._copied({"loss": loss.detach(), **metrics})
         self._loss = loss if has_lane_0 else None
         gradients = dict(zip(map(id, inputs), input_gradients, strict=True))
-        for lane in own_embeddings:
+        watched = {} if self.watched is None else self._embeddings_of(self.watched, gathered)
+        for lane in {**own_embeddings, **watched}:
             rows = zip(gathered.tensors, gathered.rows[lane], strict=True)  # of [items, ...]
             # cloned, because kernels may round by the alignment of their memory
             self._weights[lane] = [
@@ -207,6 +233,16 @@ class WholeBatchPass(LanePass):
                 else gradient[lane_rows].clone()
                 for tensor, lane_rows in rows
             ]
+        if self.watched is not None:
+            self._embeddings = {**watched, **self._embeddings}
+            self._kept = {lane: self._weights[lane] for lane in watched}, self._loss
+
+    def _embeddings_of(self, lane: int, gathered: Gathered) -> dict[int, list[Tensor]]:
+        """Return the embeddings of a lane of any worker, nothing if it has no items."""
+        if lane not in gathered.rows:
+            return {}
+        rows = zip(gathered.tensors, gathered.rows[lane], strict=True)
+        return {lane: [tensor[lane_rows].detach() for tensor, lane_rows in rows]}
 
 
 def split_embeddings(returned: Any, lane: int) -> tuple[Form, list[Tensor]]:

@@ -1,0 +1,303 @@
+"""Checks of the hardware: every few steps, another worker computes a lane again.
+
+A lane has the same bits on every worker, so a difference is a fault of one of them. In a step that
+is due, one lane is computed twice: by its worker, and by another one (on another host, if there is
+any), from the same plan, random state and buffers. Hashes of the lane's gradients, taken before
+they are added up, travel with the losses. If they differ, all workers compute the lane once more
+and vote, and no gradient of the step is used. Of several thousand machines, a few have processors
+with such silent errors (Hochschild et al. 2021, "Cores that don't count").
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from samestep.comm.base import World
+from samestep.data.batch import Batch, Incomplete
+from samestep.errors import ConfigError, RecheckError
+from samestep.step.gradients import Gradients
+from samestep.step.hashing import begin_hashes
+from samestep.step.lane_pass import LaneContext, LanePass
+from samestep.step.layout import lanes_of
+
+BATCH: Final = "the batch"
+NEEDS_FUNCTION: Final = (
+    "recheck_every={} needs run.backward(loss_fn, model, batch): the body of a loop over"
+    " batch.lanes cannot be run again for a lane of another worker; pass its loss as a function, or"
+    " leave recheck_every out"
+)
+NOT_DETERMINISTIC: Final = (
+    "recheck_every={} needs deterministic=True on GPUs: other kernels give other bits each time"
+)
+# of the bytes of a lane's batch, of the buffers it wrote and of its gradients, by their names
+Hashes = Mapping[str, int]
+
+
+class Recheck:
+    """The checks of one worker: every `recheck_every` steps, each lane in turn."""
+
+    def __init__(self, context: LaneContext, modules: Sequence[Module]) -> None:
+        """`modules` are replicated, and may become more."""
+        self._context, self.modules = context, modules
+        self._every = context.config.recheck_every or 0
+        if context.devices[0].type == "cuda" and not context.config.deterministic:
+            raise ConfigError(NOT_DETERMINISTIC.format(self._every))
+        self.passed_step: int | None = None  # the last one whose check found nothing
+
+    def begin(self, lane_pass: LanePass) -> LaneCheck | None:
+        """Return the check of this pass, None unless its step is due.
+
+        Raises `ConfigError` if its lanes cannot be computed again.
+        """
+        if lane_pass.loss.fn is None:
+            raise ConfigError(NEEDS_FUNCTION.format(self._every))
+        number, rest = divmod(lane_pass.seed[0] + 1, self._every)
+        if rest:
+            return None
+        # every lane in turn, and then the same lanes by other workers
+        counts, lanes, world = lane_pass.batch.counts, self._context.lanes, self._context.world
+        with_samples = [lane for lane in range(lanes) if counts is None or counts[lane]]
+        turn, place = divmod(number - 1, len(with_samples))
+        lane = with_samples[place]
+        owner = next(
+            rank for rank in range(world.size) if lane in lanes_of(rank, world.size, lanes)
+        )
+        check = LaneCheck(self, lane_pass, lane, owner, _checker(world, owner, turn))
+        check.begin()
+        return check
+
+    def note_passed(self, step: int) -> None:
+        """Remember the last step whose check found nothing."""
+        self.passed_step = step
+
+
+def _checker(world: World, owner: int, turn: int) -> int:
+    """Return the worker that computes a lane of `owner` again: on another host if there is one."""
+    near = next(ranks for ranks in world.machines or world.hosts if owner in ranks)
+    ranks = [rank % world.size for rank in range(owner + 1, owner + world.size)]
+    others = [rank for rank in ranks if rank not in near] or ranks or [owner]
+    return others[turn % len(others)]
+
+
+@dataclass
+class LaneCheck:
+    """The check of one lane of a pass: the worker `owner` computes it, and `checker` once more."""
+
+    recheck: Recheck
+    lane_pass: LanePass
+    lane: int
+    owner: int
+    checker: int
+    # the batch of a stream, which can be read only once
+    _sent: Any = None
+    _batch_hash: int = 0
+    _first: Callable[[], Hashes] = dict  # of the owner
+    _again: Callable[[], Hashes] = dict  # of the checker
+
+    def begin(self) -> None:
+        """Prepare the check, before the worker computes its lanes. Collective for streams."""
+        lane_pass, world = self.lane_pass, self.lane_pass.context.world
+        batches = dict(lane_pass.batch.lane_batches()) if self.lane in lane_pass.context.own else {}
+        if lane_pass.batch.load_lane is None:
+            what = f"sending the batch of lane {self.lane} to check it"
+            # a copy for each worker, because loss functions may change batches
+            self._sent = world.all_gather_object(batches.get(self.lane), what)[self.owner]
+        if world.rank == self.owner:
+            self._batch_hash = _hash_of_batch(batches.get(self.lane))
+        lane_pass.watch_lane(self.lane, self._note)
+
+    def _note(self, lane: int, gradients: Gradients) -> None:
+        if lane == self.lane:
+            self._first = self._begin_hashes(gradients, self._batch_hash)
+
+    def repeat(self) -> None:
+        """Compute the lane again on the worker that checks it, after its own lanes."""
+        if self.lane_pass.context.world.rank == self.checker:
+            self._again = self._compute()
+
+    def report(self) -> dict[str, Hashes]:
+        """Return JSON for `compare`."""
+        return {"first": self._first(), "again": self._again()}
+
+    def compare(self, reports: Sequence[Mapping[str, Hashes]]) -> None:
+        """Compare the reports of all workers. Raises `RecheckError` on all of them."""
+        first, again = reports[self.owner]["first"], reports[self.checker]["again"]
+        if first == again:
+            self.recheck.note_passed(self.lane_pass.seed[0])
+            return
+        context = self.lane_pass.context
+        with context.manual.lanes():
+            third = self._compute()()
+        row = [socket.gethostname(), str(context.devices[0]), third, self._hashes_of_state()]
+        rows = context.world.all_gather_json(row, f"computing lane {self.lane} on all workers")
+        raise Verdict(self, first, again, rows).error(context.world.rank)
+
+    def _compute(self) -> Callable[[], Hashes]:
+        """Begin to compute the lane on this worker; return a call that returns its hashes."""
+        lane_pass, context = self.lane_pass, self.lane_pass.context
+        source, lane = lane_pass.batch, self.lane
+        context.world.status.set_activity(f"loading lane {lane} to compute it again")
+        data = copy.deepcopy(self._sent) if source.load_lane is None else source.load_lane(lane)
+        batch_hash = _hash_of_batch(data.data if isinstance(data, Incomplete) else data)
+        lanes = range(lane, lane + 1)
+        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact)
+        with context.buffers.repeating():
+            return self._begin_hashes(lane_pass.repeat(lane, batch), batch_hash)
+
+    def _begin_hashes(self, gradients: Gradients, batch_hash: int) -> Callable[[], Hashes]:
+        buffers = self.lane_pass.context.buffers.left_by(self.lane)
+        present = {n: gradient for n, gradient in enumerate(gradients) if gradient is not None}
+        names = [*buffers, *map(str, present)]  # a gradient has the number of its parameter
+        hashes = begin_hashes([*buffers.values(), *present.values()])
+        return lambda: {BATCH: batch_hash, **dict(zip(names, hashes(), strict=True))}
+
+    def _hashes_of_state(self) -> Hashes:
+        """Return hashes of all parameters and buffers, which are equal on all workers."""
+        tensors = dict(self.named_state())
+        return dict(zip(tensors, begin_hashes([*tensors.values()])(), strict=True))
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers of all modules, with names for messages."""
+        for number, module in enumerate(self.recheck.modules):
+            of = f"module {number} ({type(module).__name__})"
+            for name, parameter in module.named_parameters():
+                yield f"the parameter {name!r} of {of}", parameter
+            for name, buffer in module.named_buffers():
+                yield f"the buffer {name!r} of {of}", buffer
+
+    def name_of(self, key: str) -> str:
+        """Return the name of what a hash stands for."""
+        if not key.isdigit():
+            return key
+        parameter = self.lane_pass.parameters[int(key)]
+        names = {id(tensor): name for name, tensor in self.named_state()}
+        return f"the gradient of {names.get(id(parameter), f'parameter {key}')}"
+
+
+@dataclass
+class Verdict:
+    """Whose bits of a lane are wrong. `rows` are those of all workers, computed at the same time.
+
+    `first` are the hashes of the lane's worker, and `again` those of the one that checked it.
+    """
+
+    check: LaneCheck
+    first: Hashes
+    again: Hashes
+    rows: Sequence[tuple[str, str, Hashes, Hashes]]  # host, device, hashes of the lane and state
+
+    def __post_init__(self) -> None:
+        self._hosts, self._devices, self._third, self._states = zip(*self.rows, strict=True)
+        # what each worker has computed, by rank
+        self._computed = [[hashes] for hashes in self._third]
+        self._computed[self.check.checker].insert(0, self.again)
+        self._computed[self.check.owner].insert(0, self.first)
+        self._expected = _majority(self._third)
+        ranks = range(len(self.rows))
+        outvoted = [rank for rank in ranks if any(map(self._is_wrong, self._computed[rank]))]
+        self._is_certain = self._expected is not None and 2 * len(outvoted) < len(ranks)
+        suspects = outvoted if self._is_certain else {self.check.owner, self.check.checker}
+        self._ranks = sorted(suspects)
+
+    def _is_wrong(self, hashes: Hashes) -> bool:
+        return hashes != self._expected
+
+    def error(self, rank: int) -> RecheckError:
+        """Return the error for a worker. It is secondary on those that are certainly right."""
+        names = self._differing()
+        check, step = self.check, self.check.lane_pass.seed[0]
+        more = f" (the first of {len(names)} tensors that differ)" if names[1:] else ""
+        who = " and ".join(
+            f"worker {number} ({self._hosts[number]}, {self._devices[number]})"
+            for number in self._ranks
+        )
+        what = f"bits of lane {check.lane} at step {step} in {names[0]}{more}"
+        passed = check.recheck.passed_step
+        last = (
+            "no check had passed before" if passed is None else f"the check of step {passed} passed"
+        )
+        return RecheckError(
+            f"{self._describe(who, what)}. No gradient of this step was used, and {last}: resume"
+            " from a snapshot that you trust, without that hardware",
+            ranks=tuple(self._ranks),
+            hosts=tuple(self._hosts[number] for number in self._ranks),
+            devices=tuple(self._devices[number] for number in self._ranks),
+            step=step,
+            lane=check.lane,
+            tensor=names[0],
+            is_certain=self._is_certain,
+            is_secondary=self._is_certain and rank not in self._ranks,
+        )
+
+    def _describe(self, who: str, what: str) -> str:
+        if self._is_certain:
+            repeats = self._is_wrong(self._third[self._ranks[0]])
+            then = "wrong bits again" if repeats else "the right bits"
+            return (
+                f"{who} computed wrong {what}: most workers agree on others. Computed once more, it"
+                f" had {then}. Its hardware is probably faulty"
+            )
+        causes = "A processor or its memory is faulty, or an operation is not deterministic"
+        if len(self._ranks) == 1:
+            return f"{who} computed other {what} when it computed them again. {causes}"
+        if len(self.rows) == 2:
+            why = "one of them is wrong, which a third worker could have found"
+        else:
+            why = "there is no majority among all workers, which computed it once more"
+        changed = [n for n in self._ranks if self._computed[n][0] != self._computed[n][-1]]
+        unsteady = "".join(f". Worker {n} had other bits the second time" for n in changed)
+        return f"{who} computed different {what}: {why}{unsteady}. {causes}"
+
+    def _differing(self) -> list[str]:
+        """Return names of what differs: of parameters and buffers if they do, or of the lane."""
+        states = [self._states[rank] for rank in self._ranks]
+        if (expected := _majority(self._states)) is not None:
+            states.append(expected)
+        if names := _differing_names(states):
+            return names
+        lanes = [hashes for rank in self._ranks for hashes in self._computed[rank]]
+        if self._is_certain and self._expected is not None:
+            lanes.append(self._expected)
+        return list(map(self.check.name_of, _differing_names(lanes)))
+
+
+def _majority(values: Sequence[Hashes]) -> Hashes | None:
+    """Return the value of more than half of at least three workers, None if there is none."""
+    texts = [json.dumps(value) for value in values]
+    text, votes = Counter(texts).most_common(1)[0]
+    return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
+
+
+def _differing_names(values: Sequence[Hashes]) -> list[str]:
+    names = dict.fromkeys(name for value in values for name in value)
+    return [name for name in names if len({value.get(name) for value in values}) > 1]
+
+
+def _hash_of_batch(batch: Any) -> int:
+    """Return a hash of the tensors in a batch: what differs there has another cause."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in _tensors(batch):
+        by_device.setdefault(tensor.device, []).append(tensor)
+    hashes = [value for group in by_device.values() for value in begin_hashes(group)()]
+    return hash(tuple(hashes))  # of integers, so the same in every process
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.layout == torch.strided and not batch.is_nested:
+            yield batch
+    elif isinstance(batch, Mapping):
+        yield from chain.from_iterable(map(_tensors, batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        yield from chain.from_iterable(map(_tensors, batch))
