@@ -17,19 +17,28 @@ from samestep.host import RED, colored, printable
 
 
 class Command(NamedTuple):
-    """A command: `module` has add_arguments(parser), and main(arguments) -> exit status."""
+    """A command: `module` has add_arguments(parser), and main(arguments) -> exit status.
+
+    `left` says what is left of it after Ctrl-C, unless the `KeyboardInterrupt` does.
+    """
 
     module: str
     summary: str
+    left: str = ""
 
 
+NOTHING_LEFT: Final = "; its runs were in temporary folders, which are removed"
 COMMANDS: Final = {
     "run": Command("samestep.launch.local", "run a script with one or more workers"),
-    "verify": Command("samestep.tools.verify", "check that all worker counts give the same steps"),
+    "verify": Command(
+        "samestep.tools.verify", "check that all worker counts give the same steps", NOTHING_LEFT
+    ),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
-    "scale": Command("samestep.tools.scale", "measure a script's scaling and predict larger runs"),
+    "scale": Command(
+        "samestep.tools.scale", "measure a script's scaling and predict larger runs", NOTHING_LEFT
+    ),
     "doctor": Command("samestep.tools.doctor.command", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
@@ -50,28 +59,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if parsed.command not in COMMANDS:
         overview.error(f"unknown command {parsed.command!r}{_meant(parsed.command, COMMANDS)}")
-    command = COMMANDS[parsed.command]
-    module = import_module(command.module)
-    parser = _Parser(
-        prog=f"samestep {parsed.command}",
-        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-        allow_abbrev=False,
-    )
-    module.add_arguments(parser)
-    # flags between positional arguments; commands that run a script leave the rest to it
-    is_mixed = parsed.command == "snapshots"
-    parse = parser.parse_intermixed_args if is_mixed else parser.parse_args
     try:
-        status: int = module.main(parse(parsed.arguments))
+        return _run(parsed.command, parsed.arguments)
     except SamestepError as error:
         title = colored("error:", RED, sys.stderr)
         text = printable(str(error))  # it may name what others wrote
         print(f"samestep: {title} {text}", file=sys.stderr)  # noqa: T201  stderr may be None
         return error.status
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if parsed.command != "watch":  # which has no other end
-            print(f"samestep: {parsed.command} was interrupted", file=sys.stderr)  # noqa: T201
+            left = printable(str(interrupt)) or COMMANDS[parsed.command].left
+            text = f"samestep: {parsed.command} was interrupted{left}"
+            print(text, file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """Import a command, run it, and return its exit status."""
+    command = COMMANDS[name]
+    module = import_module(command.module)
+    parser = _Parser(
+        prog=f"samestep {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    # flags between positional arguments; commands that run a script leave the rest to it
+    parse = parser.parse_intermixed_args if name == "snapshots" else parser.parse_args
+    status: int = module.main(parse(arguments))
     return status
 
 

@@ -113,6 +113,9 @@ class Config:
         "seconds between samples of each host's CPU, memory, GPUs, disk and network for the "
         "record, or none",
     )
+    progress: bool = option(
+        True, "show step, loss, speed and time left on rank 0's terminal, if it prints nothing else"
+    )
     deterministic: bool = option(True, "use deterministic torch kernels")
     process_group: bool = option(
         False,

@@ -25,9 +25,9 @@ ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
 LAUNCHER_STATE: Final = "SAMESTEP_INTERNAL_LAUNCHER_STATE"
 LOGGED: Final = "SAMESTEP_INTERNAL_LOGGED"  # the number of a socket for logged values
 SLOTS: Final = 2  # per worker: while one is being written, the other is valid
-_BOARD_BYTES: Final = mmap.PAGESIZE
-# the board's layout: the step, whether the run is under way, whether it uses NCCL, whether it has
-# finished, and the path of the run's directory
+_PAGE: Final = mmap.PAGESIZE
+# the board's first page: the step, whether the run is under way, whether it uses NCCL, whether it
+# has finished, and the path of the run's directory; its second page: the line on the terminal
 _STEP: Final = struct.Struct("<q")
 _UNDER_WAY: Final = struct.Struct("<?")
 _NCCL: Final = struct.Struct("<?")
@@ -114,6 +114,18 @@ class LauncherState:
         """Record the number of completed steps."""
         os.pwrite(self.board, _STEP.pack(step), 0)
 
+    def report_line(self, text: str, step: int) -> None:
+        """Show a line of text below all output on the launcher's terminal; "" removes it."""
+        os.pwrite(self.board, f"{step} {text}\0".encode()[:_PAGE], _PAGE)
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """The line that `report_line` shows, and the step at which it was reported."""
+        # it may be torn, and is complete at the next update
+        data = os.pread(self.board, _PAGE, _PAGE).partition(b"\0")[0].decode(errors="replace")
+        step, _, text = data.partition(" ")
+        return text, int(step) if step.isdecimal() else 0
+
     def report_finish(self) -> None:
         """Record that the run has finished."""
         os.pwrite(self.board, _FINISHED.pack(True), _FINISHED_AT)
@@ -133,7 +145,7 @@ class LauncherState:
     @property
     def directory(self) -> str:
         """The run's directory, "" for none or before the run began."""
-        path = os.pread(self.board, _BOARD_BYTES, _PATH_AT)
+        path = os.pread(self.board, _PAGE - _PATH_AT, _PATH_AT)
         return os.fsdecode(path.partition(b"\0")[0])
 
     def keep_open(self, file: int, name: str) -> None:
@@ -165,7 +177,7 @@ class LauncherState:
         kept = []
         with self._socket(self.locks[1]) as receiver, suppress(BlockingIOError):
             while True:
-                name, files, *_ = socket.recv_fds(receiver, _BOARD_BYTES, 1)
+                name, files, *_ = socket.recv_fds(receiver, _PAGE, 1)
                 kept.append((name.decode(), files))
         for text, files in kept:
             for file in files:
@@ -188,6 +200,7 @@ class LauncherState:
     def begin_attempt(self) -> None:
         """Record that workers are being started and have not begun the run."""
         os.pwrite(self.board, _UNDER_WAY.pack(False) + _NCCL.pack(False), _STEP.size)
+        self.report_line("", 0)
 
     def report_nccl(self) -> None:
         """Record that the workers of this attempt exchange through NCCL."""
@@ -271,7 +284,7 @@ def open_launcher_state(workers: int) -> Iterator[LauncherState]:
     files = [anonymous_file(name), anonymous_file(name), *locks, *opened]
     try:
         state = LauncherState.from_files(*files)
-        set_size(state.board, _BOARD_BYTES)
+        set_size(state.board, 2 * _PAGE)
         state.leave_run()
         yield state
     finally:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 
 import pytest
 
 from samestep import cli
 from samestep.errors import ConfigError
 from samestep.host import RED, colored
-from tests.terminal import run_samestep
+from tests.terminal import run_samestep, started
 
 SCRIPT = """
 import time
@@ -111,6 +112,43 @@ def test_samestep_alone_and_help_list_all_commands_and_a_misspelt_one_is_correct
         status, text = run_samestep(*words.split(), folder=tmp_path)
         assert status == 2
         assert text.splitlines()[-1].endswith(expected)
+
+
+WAITS = """
+import time
+import samestep, torch
+
+def wait():
+    print("waits", flush=True)
+    time.sleep(600)
+
+BEFORE and wait()
+with samestep.init(lanes=1, dir=DIRECTORY) as run:
+    run.track(model=run.replicate(torch.nn.Linear(1, 1)))
+    SAVES and run.snapshot()
+    wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "directory", "saves", "expected"),
+    [
+        (True, "one", True, "before it had begun; nothing was saved"),
+        (False, "", False, "at step 0; nothing was saved"),
+        (False, "one", False, "at step 0, before the first snapshot in FOLDER/one"),
+        (False, "one", True, "at step 0; the same command resumes from FOLDER/one/step-00000000"),
+    ],
+)
+def test_ctrl_c_says_what_is_left_of_a_run(before, directory, saves, expected, tmp_path):
+    script = WAITS.replace("BEFORE", str(before)).replace("SAVES", str(saves))
+    (tmp_path / "waits.py").write_text(script.replace("DIRECTORY", repr(directory or None)))
+    with started("-m", "samestep", "run", "waits.py", folder=tmp_path) as screen:
+        screen.until("waits")
+        screen.process.send_signal(signal.SIGINT)
+        text = screen.read()
+    assert screen.process.returncode == cli.EXIT_INTERRUPTED
+    where = expected.replace("FOLDER", str(tmp_path))
+    assert text.splitlines()[-1] == f"samestep: run was interrupted {where}"
 
 
 def test_doctor_begins_with_the_verdict(tmp_path):

@@ -16,6 +16,7 @@ from torch import nn
 import samestep as ss
 from samestep.config import Config
 from samestep.record import read_history
+from samestep.run import session
 from samestep.run.process import differences, environment_of_results
 from tests.faults import cut, flip_byte, kill_at
 from tests.jobs import (
@@ -453,6 +454,30 @@ def test_the_exchange_dtype_and_the_hash_seed_are_part_of_the_environment(monkey
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     again = environment_of_results(Config(), [torch.device("cpu")])
     assert again["hash seed"] in {"7", "0"}  # Python's own setting wins, if it disabled hashing
+
+
+def test_a_hash_seed_that_changed_is_one_line_with_what_keeps_it(tmp_path, caplog, monkeypatch):
+    def seed(value):
+        monkeypatch.setattr(
+            session,
+            "environment_of_results",
+            lambda *options: {**environment_of_results(*options), "hash seed": value},
+        )
+
+    seed("random")
+    one_more_step(tmp_path, 1)
+    seed("0")
+    one_more_step(tmp_path, 2, resume_strict=True)  # nothing could have repeated a random one
+    assert not caplog.records
+    seed("random")
+    with pytest.raises(ss.ConfigError, match="hash seed: 0 -> random\nto keep it, start with "):
+        one_more_step(tmp_path, 3, resume_strict=True)
+    one_more_step(tmp_path, 3)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "PYTHONHASHSEED was 0 and is random, so a set of strings may have another order; "
+        "to keep it, start with PYTHONHASHSEED=0 (samestep run sets it to 0)"
+    )
 
 
 def drawn():

@@ -144,12 +144,18 @@ def test_a_signal_ends_the_script_as_well(number, tmp_path):
     script.write_text("\n".join(lines))
     # its run is a new process
     command = ("-m", "samestep", "verify", "--steps", "1", script, started)
-    with start_python(*command) as process:
+    printed = tmp_path / "printed"
+    with printed.open("w") as file, start_python(*command, stderr=file) as process:
         while not (started.exists() and started.read_text()):
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait() == 128 + number
+    if number == signal.SIGINT:
+        assert printed.read_text().splitlines()[-1] == (
+            "samestep: verify was interrupted; its runs were in temporary folders, which are"
+            " removed"
+        )
     # the launcher ends its workers before it exits
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)

@@ -139,8 +139,9 @@ def start(
         result = Supervisor(job, coordinator).run()
         if state.directory and state.has_finished:
             finished_directories.add(state.directory)
+        end = _describe_end(state) if signals.received else ""
     if signals.received:
-        _stop_by_signal(signals.received[0])
+        _stop_by_signal(signals.received[0], end)
     return result
 
 
@@ -173,9 +174,27 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _stop_by_signal(number: signal.Signals) -> None:
-    """Raise a recorded signal again, now that the workers have exited."""
-    signal.raise_signal(number)
+def _describe_end(state: LauncherState) -> str:
+    """Return what is left of a run that a signal has stopped, and where."""
+    if state.step is None:
+        return " before it had begun; nothing was saved"
+    if not state.directory:
+        return f" at step {state.step}; nothing was saved"
+    from samestep.snapshot.manifest import NAME
+    from samestep.snapshot.read import list_snapshots
+
+    saved = [path for path in list_snapshots(Path(state.directory)) if (path / NAME).exists()]
+    if not saved:
+        return f" at step {state.step}, before the first snapshot in {state.directory}"
+    return f" at step {state.step}; the same command resumes from {saved[-1]}"
+
+
+def _stop_by_signal(number: signal.Signals, end: str) -> None:
+    """Raise a recorded signal again, now that the workers have exited, with the run's end."""
+    try:
+        signal.raise_signal(number)
+    except KeyboardInterrupt as interrupt:  # or what another handler raises
+        raise KeyboardInterrupt(*interrupt.args or [end]) from None
     if signal.getsignal(number) is signal.SIG_DFL:  # the first process of a container survives it
         raise SystemExit(SIGNALED + number)
     raise LaunchError(f"stopped by {number.name}")

@@ -15,6 +15,7 @@ from typing import Final, TextIO
 
 from samestep.host import YELLOW, colored
 from samestep.launch.screen import WAIT_SECONDS, Screen, WorkerLog, encoding_of, standard_screens
+from samestep.terminal import COLUMNS, columns_of
 
 _READ_BYTES: Final = 64 * 1024  # per read, and of an unfinished line: the capacity of a pipe
 _FIRST_OTHER_FILE: Final = 3  # after stdin, stdout and stderr
@@ -113,9 +114,14 @@ class Outputs:
         title = colored("samestep:", YELLOW, sys.stderr)
         self._screens[1].write_lines(f"{title} {text}\n".encode(errors="backslashreplace"))
 
+    def show(self, text: str, step: int) -> None:
+        """Show a line of text after `step` steps below all output on the terminal of stderr."""
+        self._screens[1].show(text, step, columns_of(sys.stderr.fileno()) if text else COLUMNS)
+
     def close(self) -> None:
         """Drain, and wait until everything is printed."""
         self.drain()
+        self.show("", 0)
         for screen in self._screens:
             while not screen.flush(WAIT_SECONDS) and not self._is_urgent():
                 pass

@@ -14,6 +14,7 @@ from typing import Final, TextIO
 from samestep.handoff import TERMINAL
 from samestep.record.files import LOGS
 from samestep.storage import make_folder, open_regular
+from samestep.terminal import TerminalLine
 
 WAIT_SECONDS: Final = 0.02  # for a terminal that accepts no output; other files must not wait long
 _EARLY_BYTES: Final = 256 * 1024
@@ -70,6 +71,7 @@ class Screen:
 
     def __init__(self, stream: FileStream | TextStream | None) -> None:
         self._stream = stream
+        self._line = TerminalLine()
         self._pending = bytearray()
         self._unfinished = False
         self._writer = 0  # of the last bytes: a worker's stdout (1) or stderr (2), or the launcher
@@ -84,12 +86,19 @@ class Screen:
                 data = b"\n" + data
             self._writer = writer
             self._unfinished = not data.endswith(b"\n")
+            self._pending += self._line.before_print(ends_line=not self._unfinished).encode()
             self._pending += data
             self.flush()
 
     def write_lines(self, lines: bytes) -> None:
         """Print complete lines, starting on a new line."""
         self.write(b"\n" + lines if lines and self._unfinished else lines)
+
+    def show(self, text: str, step: int, columns: int) -> None:
+        """Show a line of text after `step` steps below everything else, or remove it: ""."""
+        if not self._pending:  # else the terminal is stopped, and the line would be old
+            self._pending += self._line.draw(text, step, columns).encode()
+            self.flush()
 
     def flush(self, wait_seconds: float = 0.0) -> bool:
         """Print pending bytes; return whether none are left."""

@@ -18,6 +18,7 @@ from samestep.comm.store_server import StoreServer, StoreThread
 from samestep.comm.token_store import store_variables
 from samestep.config import Config
 from samestep.errors import ConfigError, LaunchError, SamestepError, WorkerError
+from samestep.handoff import TERMINAL
 from samestep.launch.attempt import ElasticPolicy, Message, Node, WorkerFailure
 from samestep.launch.fork_server import ForkServer
 from samestep.launch.membership import Membership
@@ -163,6 +164,8 @@ class Supervisor:
         ready = wait(files, POLL_SECONDS)
         self._forward_logged()
         self._outputs.forward(ready, state.directory)
+        if self._job.environment.get(TERMINAL):
+            self._outputs.show(*state.line)
         if self._group:
             self._fork_server.prepare()
             self._report(self._group)

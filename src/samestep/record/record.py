@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from samestep.errors import RecordError
@@ -19,6 +20,7 @@ PARTS: Final = (
     *("data", "compute", "exchange", "optimizer", "snapshot"),
     *("evaluation", "logging"),  # only in steps that have them
 )
+NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_TIMED_WORKERS: Final = 64  # whose seconds are recorded one by one
 QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 OWN: Final = "own"  # the duration of a step minus the time that the worker waited for others
@@ -50,14 +52,17 @@ class Record:
         parts = {"values": _floats(values), "low": _floats(low or {}), "high": _floats(high or {})}
         self.event("scalars", step=step, epoch=epoch, **parts, **_mark(between))
 
-    def timing(self, step: int, workers: Sequence[Mapping[str, float]]) -> None:
+    def timing(
+        self, step: int, workers: Sequence[Mapping[str, float]], updates: Mapping[str, Any] = NONE
+    ) -> None:
         """Add a step's durations: for each worker in rank order, seconds by part (`PARTS`, `OWN`).
 
-        Of more than 64 workers, means and quantiles are added instead.
+        Of more than 64 workers, means and quantiles are added instead. `updates` has the fields
+        that tell what the step did to the parameters, see `samestep.record.hints.Updates`.
         """
         seconds = [_floats(parts) for parts in workers]
         fields = {"workers": seconds} if len(workers) <= MAX_TIMED_WORKERS else _summary(seconds)
-        self.event("timing", step=step, **fields)
+        self.event("timing", step=step, **fields, **updates)
 
     def histogram(
         self, step: int, name: str, counts: Mapping[str, int], *, between: bool = False

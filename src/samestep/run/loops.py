@@ -96,7 +96,7 @@ class Loop:
             # The body of the user's loop runs during `yield`, so a step lasts from here to
             # `end_step`. The generator is closed instead of resumed if the body ends by break,
             # return or an exception.
-            self._progress.begin_step(batch, self._complete)
+            self._progress.begin_step(self._name, batch, self._complete)
             self.step = self._position.done + 1
             try:
                 yield batch.attach(self._begin)

@@ -37,6 +37,7 @@ from samestep.record import Record
 from samestep.record.events import samestep_version
 from samestep.torch_internals import is_forked_after_cuda
 
+HASH_SEED: Final = "hash seed"  # of an environment
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
 # of samestep, and of Python, which may be below the folder of a script
@@ -148,7 +149,7 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
         "oneDNN": torch.backends.mkldnn.enabled,
         "assertions": __debug__,  # python -O removes them
         # the order of a set of strings; a random one differs in every process
-        "hash seed": os.environ.get("PYTHONHASHSEED", "random")
+        HASH_SEED: os.environ.get("PYTHONHASHSEED", "random")
         if sys.flags.hash_randomization
         else "0",
     }

@@ -17,13 +17,17 @@ from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, NonFiniteLossError, SnapshotError
+from samestep.metrics import Means
+from samestep.record.hints import Hint, hints_of
 from samestep.record.record import OWN, Record
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.observer import StepObserver
 from samestep.run.process import StopRequest, announce
+from samestep.run.progress_line import ProgressLine
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
 from samestep.step.lane_engine import LaneEngine
+from samestep.step.scaling import learning_rate, on_host
 
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
@@ -65,8 +69,9 @@ class Position:
 
 @dataclass
 class CurrentStep:
-    """The current step. A step that was left early counts only if it made updates."""
+    """The current step of a loop. A step that was left early counts only if it made updates."""
 
+    loop: str
     batch: Batch
     complete: Callable[[], int]
     updates: int = 0
@@ -91,6 +96,7 @@ class Progress:
         *,
         data_check: DataCheck,
         resumed: Snapshot | None,
+        line: ProgressLine | None,
         check_directory: Callable[[], object],
         on_end: Callable[[], object],
     ) -> None:
@@ -110,7 +116,7 @@ class Progress:
         self._on_end = on_end
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
-        self._data_check = data_check
+        self._data_check, self._line = data_check, line
         # of `samestep verify`
         observes, rank = is_observed(), lanes.world.rank
         self._observer = StepObserver(rank, config.dir) if observes else None
@@ -120,6 +126,10 @@ class Progress:
         self._loop_seconds: dict[str, float] = {}  # of the step's "evaluation" and "logging"
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._seconds: dict[str, float] = {}
+        self._rates: dict[str, float] = {}  # newest learning rates, by optimizer
+        # of the current step, and of the one before, which is recorded with its times
+        self._updates: dict[str, Any] = {}
+        self._ended_updates: dict[str, Any] = {}
         self._gpu_seconds: Callable[[], dict[str, float]] = dict  # replace those of the host
         # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
@@ -166,9 +176,11 @@ class Progress:
         self._record.event(
             "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
         )
+        if self._line is not None:
+            self._line.begin_loop(name, planned)
 
-    def begin_step(self, batch: Batch, complete: Callable[[], int]) -> None:
-        """Start the step of a batch; `complete` advances the loop and returns its next epoch.
+    def begin_step(self, loop: str, batch: Batch, complete: Callable[[], int]) -> None:
+        """Start a step of a loop; `complete` advances the loop and returns its next epoch.
 
         What the body draws depends on the seed and the step, so it is the same on all workers and
         after a resume. Raises `DataError` in the body of another loop, and `ConfigError` in a run
@@ -199,7 +211,7 @@ class Progress:
             self._observer.begin_step(self.step)
         self.epoch = batch.epoch
         self._measured = self._measured or (time.monotonic(), self.status.waited)
-        self._current = CurrentStep(batch, complete)
+        self._current = CurrentStep(loop, batch, complete)
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
         # Without snapshots, waiting for the end of the step would save nothing.
@@ -221,6 +233,11 @@ class Progress:
         self._divergence.expire()
         self.epoch = self._current.complete()
         self._measure(self._current.batch)
+        if self._line is not None:
+            loop, batch = self._current.loop, self._current.batch
+            samples = None if batch.counts is None else sum(batch.counts)
+            done = self.positions[loop].done
+            self._line.end_step(self.step + 1, loop, done, batch.epoch, samples)
         self._current = None
         self.step += 1
         self._divergence.compare_if_due(self.step)
@@ -354,9 +371,18 @@ class Progress:
         self._decision = Decision(signal, notes[0]["snapshot_due"], copy_due, writing)
         if self._seconds:
             # those of the step before, now known on all workers
-            self._record.timing(self.step - 1, [note["seconds"] for note in notes])
+            updates, self._ended_updates = self._ended_updates, {}
+            if "norms" in updates:
+                updates["norms"] = [[float(norm), limit] for norm, limit in updates["norms"]]
+            seconds = [note["seconds"] for note in notes]
+            self._record.timing(self.step - 1, seconds, updates)
             self._seconds, self._gpu_seconds = {}, dict
         self.status.set_activity(OUTSIDE if self._current is None else BODY)
+
+    def show(self, means: Means) -> None:
+        """Show the means of a backward call of this step on the terminal, if there is one."""
+        if self._line is not None:
+            self._line.add(means)
 
     def skip_update(self, reason: str) -> None:
         """Note that a batch of this step was skipped: its position counts, but gives no gradient.
@@ -378,13 +404,17 @@ class Progress:
                 " learning rate"
             )
 
-    def time_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Measure the time of an optimizer's steps."""
+    def watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Measure the time of an optimizer's steps, and note changes of its learning rate."""
         clock, started, begun = self._lanes.gpu_clock, 0.0, None
 
         def start(*_: Any) -> None:
             nonlocal started, begun
             started, begun = time.perf_counter(), clock.mark()
+            rate = learning_rate(optimizer)
+            if rate is not None and rate != self._rates.get(name):
+                self._rates[name] = rate
+                self._updates.setdefault("rates", {})[name] = rate
 
         def stop(*_: Any) -> None:
             self._optimizer_seconds += time.perf_counter() - started
@@ -393,15 +423,25 @@ class Progress:
         optimizer.register_step_pre_hook(start)
         optimizer.register_step_post_hook(stop)
 
+    def add_norm(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Note the norm of this step's gradients before they were clipped, for the record."""
+        if self.is_main and self._config.dir is not None:
+            self._updates.setdefault("norms", []).append((on_host(norm), max_norm))
+
     @contextmanager
     def measuring(self, part: str) -> Iterator[None]:
         """Add the seconds of a block to a part of the step, "evaluation" or "logging"."""
         started = time.perf_counter()
+        line = self._line if part == "evaluation" else None
+        if line is not None:
+            line.evaluating()
         try:
             yield
         finally:
-            seconds = self._loop_seconds.get(part, 0.0) + time.perf_counter() - started
-            self._loop_seconds[part] = seconds
+            seconds = time.perf_counter() - started
+            self._loop_seconds[part] = self._loop_seconds.get(part, 0.0) + seconds
+            if line is not None:
+                line.evaluating(seconds)
 
     def _measure(self, batch: Batch) -> None:
         now = (time.monotonic(), self.status.waited)
@@ -417,6 +457,7 @@ class Progress:
         }
         self._gpu_seconds = self._lanes.gpu_clock.take()
         self._optimizer_seconds, self._loop_seconds = 0.0, {}
+        self._ended_updates, self._updates = self._updates, {}
 
     def _is_last(self) -> bool:
         return self._config.stop_after is not None and self.step >= self._config.stop_after
@@ -468,6 +509,12 @@ class Progress:
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))
+            for hint in self._hints() if self.step > self._first_step else ():
+                announce(f"hint: {hint.text}")
+
+    def _hints(self) -> list[Hint]:
+        folder = self._config.dir
+        return [] if folder is None else hints_of(folder)
 
     def _describe_end(self, event: str) -> str:
         is_saved, folder = self._snapshots.is_enabled, self._config.dir

@@ -468,7 +468,9 @@ class Run(Collectives, Recording):
         progress.receive(result.notes)  # of all workers, sent along with the losses
         if result.skipped is not None:
             progress.skip_update(result.skipped)
-        return Means(result.results, loss.reduction)
+        means = Means(result.results, loss.reduction)
+        progress.show(means)
+        return means
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`.
@@ -494,6 +496,7 @@ class Run(Collectives, Recording):
         else:
             norm = clip_gradients(parameters, self._lanes.flat_buffers(), self._world, max_norm)
         self._lanes.optimizers.seal(parameters)
+        self._progress.add_norm(norm, max_norm)
         return norm
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
@@ -601,7 +604,7 @@ class Run(Collectives, Recording):
             if isinstance(item, torch.nn.Module):
                 self._lanes.manual.watch(item)
             if isinstance(item, torch.optim.Optimizer):
-                self._progress.time_steps(item)
+                self._progress.watch_steps(name, item)
                 self._lanes.track(item, shard)
         for line in lines if self.is_main and not is_observed() else ():
             announce(line)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,6 +40,7 @@ from samestep.record.files import DirectoryLock, is_locked_by, locked_by
 from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (
+    HASH_SEED,
     CommitQuery,
     StopRequest,
     SystemSampler,
@@ -52,6 +53,7 @@ from samestep.run.process import (
     set_up_devices,
 )
 from samestep.run.progress import Progress
+from samestep.run.progress_line import open_line
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.owner import Owner, store
@@ -66,6 +68,8 @@ from samestep.snapshot.resume import (
 )
 from samestep.step.deterministic import replaced_kernels
 from samestep.step.lane_engine import LaneEngine
+
+KEEP_SEED: Final = "to keep it, start with PYTHONHASHSEED={} (samestep run sets it to 0)"
 
 
 class Session:
@@ -233,6 +237,9 @@ class Session:
             self.divergence,
             data_check=self.data_check,
             resumed=resumed,
+            line=open_line(self._process, config.stop_after, self._exits.callback)
+            if config.progress
+            else None,
             check_directory=lock.check if lock else lambda: None,
             on_end=self._samplers.close,
         )
@@ -367,9 +374,16 @@ class Session:
 
     def _compare_environments(self, resumed: Snapshot, environment: Mapping[str, str]) -> None:
         """Warn if the run resumes where results may differ; with `resume_strict`, raise."""
-        lines = differences(resumed.info.get("environment", {}), environment)
+        before = dict(resumed.info.get("environment", {}))
+        seed = before.pop(HASH_SEED, "random")
+        others = differences(before, environment)
+        if seed != "random":  # which no start can repeat
+            before[HASH_SEED] = seed
+        lines = differences(before, environment)
         if not lines:
             return
+        advice = "" if seed in {"random", environment[HASH_SEED]} else KEEP_SEED.format(seed)
+        end = f"\n{advice}" if advice else ""
         what = (
             f"the snapshot of step {resumed.step} was written by another program or in another "
             "environment"
@@ -377,14 +391,20 @@ class Session:
         if self.config.resume_strict:
             raise ConfigError(
                 f"{what}, so resume_strict refuses to resume, because results may differ:\n{lines}"
+                f"{end}"
             )
-        if self._process.rank == 0:
+        if self._process.rank == 0 and not others:
+            change = f"PYTHONHASHSEED was {seed} and is {environment[HASH_SEED]}"
+            text = f"{change}, so a set of strings may have another order; {advice}"
+            announce(text, logging.WARNING)
+        elif self._process.rank == 0:
             logging.getLogger("samestep").warning(
                 "%s, so the results of this run may differ from those of an uninterrupted one:\n%s"
                 "\nWhat run.track restores, such as an optimizer with its learning rate, keeps the "
-                "values of the snapshot; all else has the new ones.",
+                "values of the snapshot; all else has the new ones.%s",
                 what,
                 lines,
+                end,
             )
         self.record.event("environment_changed", step=resumed.step, differences=lines)
 

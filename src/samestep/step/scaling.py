@@ -75,6 +75,29 @@ def scale_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) 
         foreach_mul_(group, coefficient.to(dtype))
 
 
+def on_host(norm: Tensor) -> float | Tensor:
+    """Return a norm as a number, or from a GPU as a tensor that holds it after the next wait.
+
+    The host does not wait for the GPU here: it may read the value once it has waited for a result
+    that the GPU computes later.
+    """
+    return norm.item() if norm.is_cpu else norm.to("cpu", non_blocking=True)
+
+
+def learning_rate(optimizer: Optimizer) -> float | None:
+    """Return the largest learning rate of an optimizer's groups, None if a GPU has one of them."""
+    largest = None
+    for group in optimizer.param_groups:
+        rate: Any = group.get("lr")
+        if type(rate) is not float:  # in every step: a test of the type Tensor takes longer
+            if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu):
+                return None
+            rate = float(rate)
+        if largest is None or rate > largest:
+            largest = rate
+    return largest
+
+
 def _rows(parameter: Parameter) -> Tensor:
     size = parameter.numel()
     if parameter.grad is None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from samestep.host import counted
 from samestep.record.events import NON_FINITE
+from samestep.record.hints import Hint, Updates, find_hints, tells
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
 from samestep.watch.timings import MOST_TIMED, RECENT, Timings, seconds_of, started_workers
@@ -87,6 +88,7 @@ class RunState:
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.timings = Timings()
+        self.updates = Updates()
         self.hosts = HostUse()
         self.images: dict[int, Image] = {}
         self.histograms: dict[str, list[Histogram]] = {}
@@ -162,6 +164,11 @@ class RunState:
             return None
         return self._earlier_seconds + max(0.0, self.updated - self._started_at)
 
+    def hints(self) -> list[Hint]:
+        """Return the hints about how the run trains."""
+        points = {name: curve.points() for name, curve in self.curves.items() if tells(name)}
+        return find_hints({name: (at.step, at.value) for name, at in points.items()}, self.updates)
+
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
         self.state = STATES.get(kind, self.state)
@@ -220,6 +227,7 @@ class RunState:
         self.epoch = to_int(event.get("epoch"))
         self.step = to_number(event.get("step")) or 0.0
         self.attempts += 1
+        self.updates = Updates()
         self.paces.clear()
         self.failures.clear()
 
@@ -266,6 +274,7 @@ class RunState:
         position, workers = _position(event), event.get("workers")
         if position is None:
             return
+        self.updates.add(position[0], event)
         if isinstance(event.get("quantiles"), dict) and self.timings.append_summary(
             position[0], time, self.attempts, event
         ):

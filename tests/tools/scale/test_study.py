@@ -83,8 +83,15 @@ def test_slower_workers_and_a_single_worker_are_reported():
 
 def test_a_busy_machine_is_reported():
     study = _study({1: [_timing(8.0)]}, capacity=2, load=1.5)
-    assert "This machine was busy (load 1.5)" in _text(study)
+    assert _text(study).splitlines()[1].startswith("This machine was busy (load 1.5)")
     assert "busy" not in _text(_study({1: [_timing(8.0)]}))
+
+
+def test_a_verdict_within_the_noise_says_so():
+    noisy = {1: [_timing(8.0), _timing(12.0)], 2: [_timing(7.0), _timing(11.0)]}
+    assert "These runs differ more among themselves" in _text(_study(noisy)).splitlines()[1]
+    clear = {1: [_timing(8.0), _timing(12.0)], 2: [_timing(5.0), _timing(6.0)]}
+    assert "among themselves" not in _text(_study(clear))
 
 
 def test_the_study_is_json():

@@ -28,6 +28,7 @@ def _verdict(study: Study) -> Iterator[str]:
     fewest, most = study.fewest_workers, study.most_workers
     if most == fewest:
         yield "No verdict: it needs at least two worker counts, for example -n 1,2."
+        yield from _warning(study)
         return
     best = max(study.timings, key=lambda workers: study.speedup(workers).middle)
     if best > fewest:
@@ -38,6 +39,16 @@ def _verdict(study: Study) -> Iterator[str]:
         factor = study.speedup(most).middle / fewest
         workers = counted(fewest, "worker")
         yield f"Stay with {workers}: {most} are {_digits(factor)} times as fast."
+    compared = study.speedup(best if best > fewest else most)
+    if compared.lowest < fewest < compared.highest:
+        yield "These runs differ more among themselves: increase --repeats or --steps to be sure."
+    yield from _warning(study)
+
+
+def _warning(study: Study) -> Iterator[str]:
+    """Yield what makes the verdict uncertain."""
+    if study.load > BUSY * study.capacity:
+        yield f"This machine was busy (load {study.load:.1f}): measure again when it is idle."
 
 
 def _measurements(study: Study) -> Iterator[str]:
@@ -56,8 +67,6 @@ def _measurements(study: Study) -> Iterator[str]:
     yield from table(rows)
     yield "The parts of a step:"
     yield from table(parts)
-    if study.load > BUSY * capacity:
-        yield f"This machine was busy (load {study.load:.1f}): measure again when it is idle."
     if oversubscribed := [str(n) for n in study.timings if n > capacity]:
         counts = ", ".join(oversubscribed)
         yield (
