@@ -8,6 +8,7 @@ that check are timed while they train, so the shares need no comparison of noisy
 - gradients: whether `run.backward` made every gradient of the step
 - workers: whether their models are equal, a hash of all state every `check_every` steps
 - data: whether their samples are equal, one compared sample for each 300 others
+- losses: whether a loss is unusual
 
 Times of a function include its waits for the other worker.
 """
@@ -33,6 +34,7 @@ from benchmarks.measure import printed
 from benchmarks.turns import samestep
 from samestep.config import Config
 from samestep.data.agreement import SHARE, DataCheck, digest
+from samestep.run.alerts import LossAlerts
 from samestep.run.divergence import DivergenceCheck
 from samestep.step.guards import GradientSeal, ManualGradients, OptimizerGuard
 
@@ -47,6 +49,7 @@ EVERY_STEP: Final[dict[str, list[tuple[Any, str]]]] = {
     ],
     "workers": [(DivergenceCheck, "expire")],
     "data": [(DataCheck, "note"), (DataCheck, "compare_notes")],
+    "losses": [(LossAlerts, "look")],
 }
 CALLS: Final = 20_000  # of one function, to measure what timing it costs
 SAMPLES: Final = 100  # to measure what the digest of one costs
@@ -162,8 +165,8 @@ def main() -> None:
         text = " ".join(f"{name}={value:.5f}" for name, value in milliseconds.items())
         sys.stdout.write(f"{text}\n")
         return
-    print("| job | optimizer | step | gradients | workers | data | share of a step |")
-    print("|---|---|---|---|---|---|---|")
+    print("| job | optimizer | step | gradients | workers | data | losses | share of a step |")
+    print("|---|---|---|---|---|---|---|---|")
     for job in JOBS:
         for kind in ("sharded", "replicated"):
             arguments = ["--job", job, "--steps", str(options.steps)]

@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "verify": Command(
         "samestep.tools.verify", "check that all worker counts give the same steps", NOTHING_LEFT
     ),
+    "replay": Command("samestep.tools.replay", "repeat a step of a run and show each lane"),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),

@@ -100,6 +100,11 @@ class Config:
         "stop",
         "what to do if a loss is NaN or infinite: stop, skip the batch, or continue",
     )
+    skip_batches: str | None = option(
+        None,
+        "steps whose batches make no update, such as 5000:5001 or 10:12,40:41 (the second number "
+        "is not included); snapshots save them",
+    )
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
     )
@@ -142,6 +147,7 @@ class Config:
             raise _error("exchange_dtype", "bfloat16 or none", self.exchange_dtype, ["bfloat16"])
         self._check_choice("device", "auto", "cpu", "cuda")
         self._check_choice("nonfinite_loss", "stop", "skip", "continue")
+        self.skipped_steps  # noqa: B018  also reported here
         if self.seed >= 2**63:
             raise _error("seed", "at most 2**63 - 1", self.seed)
         self._check_devices()
@@ -225,6 +231,11 @@ class Config:
         names = "dir", "remote", "transfer", "sinks", "on_event", "snapshot_every", "hot_every"
         nothing: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **nothing)
+
+    @property
+    def skipped_steps(self) -> tuple[range, ...]:
+        """The steps of `skip_batches`."""
+        return _ranges(self.skip_batches)
 
     @property
     def snapshot_steps(self) -> int | None:
@@ -350,3 +361,15 @@ def _interval(text: str | None) -> tuple[int | None, float | None]:
         expected = 'steps such as "500", minutes such as "10min", or none'
         raise _error("snapshot_every", expected, text)
     return (None, 60.0 * int(match[1])) if match[2] else (int(match[1]), None)
+
+
+@cache
+def _ranges(text: str | None) -> tuple[range, ...]:
+    ranges = []
+    for part in (text or "").split(",") if text is not None else ():
+        match = re.fullmatch(r"\s*(\d{1,18}):(\d{1,18})\s*", part)
+        if match is None or int(match[1]) >= int(match[2]):
+            expected = "steps FIRST:END with FIRST below END, such as 5000:5001 or 10:12,40:41"
+            raise _error("skip_batches", expected, text)
+        ranges.append(range(int(match[1]), int(match[2])))
+    return tuple(ranges)

@@ -126,6 +126,10 @@ class LossError(SamestepError):
 class NonFiniteLossError(LossError):
     """A loss is NaN or infinite; names the step, the lane and the rank."""
 
+    def __init__(self, text: str, results: tuple[object, ...] = ()) -> None:
+        super().__init__(text)
+        self.results = results  # of all lanes
+
 
 class OutOfMemoryError(SamestepError, MemoryError):
     """A lane does not fit into the memory of its device."""
@@ -181,4 +185,4 @@ class RecordError(SamestepError):
 
 
 class VerifyError(SamestepError):
-    """A script cannot be verified."""
+    """A script cannot be verified or replayed."""

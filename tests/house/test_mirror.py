@@ -31,6 +31,7 @@ ELSEWHERE = {
     "run/observer.py": "tools/test_verify.py",
     "run/process.py": "run/test_system.py",
     "run/progress.py": "run/test_resume.py",
+    "run/replay.py": "tools/test_replay.py",
     "run/run.py": "run/test_same_bits.py",
     "run/session.py": "run/test_resume.py",
     "snapshot/manifest.py": "snapshot/test_part.py",

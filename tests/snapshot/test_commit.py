@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import samestep as ss
 from samestep.errors import SnapshotError
 from samestep.snapshot import check, list_snapshots
-from samestep.snapshot.commit import Retention
+from samestep.snapshot.commit import Retention, keep_newest
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault, inspect, remove, step_of
 from tests.faults import cut, flip_byte
@@ -45,6 +45,19 @@ def test_the_newest_and_the_best_stay(tmp_path_factory, scores, keep_last, keep_
             best = sorted(scored, key=lambda s: (-scores[s], s))[:keep_best]
             stay = {*sorted(steps)[-keep_last:], *best}
             assert steps_in(directory) == sorted(stay)
+
+
+def test_the_snapshot_before_each_of_the_newest_three_alerts_stays(tmp_path):
+    with team(tmp_path, keep_last=1, keep_best=0) as (writers, _):
+        for step in range(1, 9):
+            save(writers, step, small_state(step))
+            if step in {1, 2, 4}:
+                keep_newest(tmp_path, f"alert after step {step}")
+            if step == 6:
+                (tmp_path / "step-00000007").mkdir()  # of a save that has begun
+                keep_newest(tmp_path, "alert after step 6")
+        assert steps_in(tmp_path) == [2, 4, 7, 8]
+    assert (tmp_path / "step-00000007" / "keep.txt").read_text() == "alert after step 6\n"
 
 
 def test_a_damaged_snapshot_is_not_counted(tmp_path):

@@ -12,6 +12,7 @@ from samestep.config import merge
 from samestep.errors import ConfigError, SnapshotError
 from samestep.record.sinks import find_function
 from samestep.snapshot import hooks, load
+from samestep.snapshot.commit import keep_newest
 from samestep.snapshot.hooks import FunctionHook, Hook, Mirror
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.remote import RemoteDirectory
@@ -257,6 +258,16 @@ def test_the_best_stay(tmp_path, remote):
             save(writers, step, small_state(step), score=score)
     mirrored(tmp_path, keep_last=1, keep_best=2)
     assert remote.names() == steps_of(1, 2, 5)
+
+
+def test_what_is_kept_for_an_alert_stays(tmp_path, remote):
+    with team(tmp_path) as (writers, _):
+        for step in (1, 2, 3, 4):
+            save(writers, step, small_state(step))
+            if step == 2:
+                keep_newest(tmp_path, "the loss is nan")
+    mirrored(tmp_path, keep_last=1)
+    assert remote.names() == steps_of(2, 4)
 
 
 def test_a_step_that_is_saved_again_is_copied_again(tmp_path, remote):

@@ -299,6 +299,16 @@ def test_a_failure_has_its_traceback_and_a_limited_text():
     assert len(run.timeline[0].text) == LONGEST_TEXT
 
 
+def test_an_alert_has_its_samples_and_the_command_to_look_at_them():
+    run = RunState()
+    command = "samestep replay runs/one --step 3 train.py"
+    alert = {"time": 1.0, "event": "loss_alert", "step": 3, "reason": "the loss is nan"}
+    run.apply({**alert, "samples": ["7 (a.png)", "9"], "replay": command})
+    run.apply({**alert, "samples": 5, "replay": ["not", "text"]})
+    assert [event.text for event in run.timeline] == ["the loss is nan"] * 2
+    assert [event.detail for event in run.timeline] == [f"samples 7 (a.png), 9\n{command}", None]
+
+
 def test_a_stalled_run_says_why_until_its_next_event():
     run = RunState()
     stalled = {"event": "stalled", "step": 1, "reason": "worker 0 has waited"}

@@ -21,6 +21,7 @@ import torch
 
 from samestep.data.generators import ForeignGenerators
 from samestep.data.lane_loop import LaneLoop
+from samestep.data.origin import Origin
 from samestep.data.plan import check_end
 from samestep.data.random_state import key, keyed
 from samestep.errors import DataError, LossError
@@ -65,6 +66,7 @@ class Batch:
     `counts` holds the planned number of samples of each lane of the run, None for streams.
     `is_exact` says whether lane batches have that number; a `collate_fn` may have dropped some.
     `load_lane` loads the batch of any lane, None if data can be read only once.
+    `origin` has the indices of the samples of each lane, None for streams.
     """
 
     epoch: int
@@ -73,6 +75,7 @@ class Batch:
     source: Iterator[Any]
     is_exact: bool = True
     load_lane: Callable[[int], Any] | None = None
+    origin: Origin | None = None
     data_seconds: float = 0.0
     _loaded: list[tuple[int, Any]] = field(default_factory=list)
     _incomplete: dict[int, int] = field(default_factory=dict)
@@ -274,7 +277,7 @@ def to_device(batch: Any, device: Any) -> Any:
     """Return a collated batch with every tensor on `device`; containers keep their types."""
     # a non-blocking copy to the CPU could be read before it is complete
     non_blocking = str(device) != "cpu"
-    return _mapped(batch, lambda part: part.to(device, non_blocking=non_blocking))
+    return mapped(batch, lambda part: part.to(device, non_blocking=non_blocking))
 
 
 def begin_to_host(batch: Any) -> Callable[[], Any]:
@@ -287,28 +290,28 @@ def begin_to_host(batch: Any) -> Callable[[], Any]:
         devices[part.device] = None
         return part.to("cpu", non_blocking=True)  # in pinned memory
 
-    begun = _mapped(batch, begin)
+    begun = mapped(batch, begin)
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def end() -> Any:
         for event in events:
             event.synchronize()
         # pinned memory is scarce, and larger than what it holds
-        return _mapped(begun, lambda part: part.clone() if _is_pinned(part) else part.to("cpu"))
+        return mapped(begun, lambda part: part.clone() if _is_pinned(part) else part.to("cpu"))
 
     return end
 
 
-def _mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
+def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
     """Return a batch with `move` of every tensor, and of other objects with a method `to`."""
     if hasattr(batch, "to"):
         return move(batch)
     if isinstance(batch, dict):
-        return type(batch)((name, _mapped(value, move)) for name, value in batch.items())
+        return type(batch)((name, mapped(value, move)) for name, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, move) for value in batch))
+        return type(batch)(*(mapped(value, move) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_mapped(value, move) for value in batch)
+        return type(batch)(mapped(value, move) for value in batch)
     return batch
 
 
@@ -327,12 +330,12 @@ class BatchCopier:
         if self._device.type != "cuda":
             return partial(to_device, batch, self._device)
         with torch.cuda.stream(self._stream):
-            begun = _mapped(batch, self._begin_part)
+            begun = mapped(batch, self._begin_part)
             copied = self._stream.record_event()
 
         def end() -> Any:
             torch.cuda.current_stream(self._device).wait_event(copied)
-            return _mapped(begun, self._end_part)
+            return mapped(begun, self._end_part)
 
         return end
 

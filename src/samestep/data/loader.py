@@ -31,6 +31,7 @@ from samestep.data.agreement import DataCheck, Sample, Use, differs, digest
 from samestep.data.attributes import AttributeCheck, OpenFile, open_files, refuse_moved
 from samestep.data.batch import Batch, Incomplete
 from samestep.data.generators import ForeignGenerators, is_observed, observe
+from samestep.data.origin import Origin
 from samestep.data.plan import Plan
 from samestep.data.random_state import key
 from samestep.errors import DataError, LoaderError
@@ -413,7 +414,8 @@ def plan_batches(
             check.add(use, epoch, next(source)[0], again)
         if number == 0 or step == 0:
             check.add_plan(use, epoch, plan.describe(epoch))
-        counts, load_lane = plan.counts(epoch, step), partial(lane_source.load, epoch, step)
-        batch = Batch(epoch, lanes, counts, source, collate_fn is None, load_lane)
+        counts, origin = plan.counts(epoch, step), Origin(name, dataset, plan, epoch, step)
+        load_lane = partial(lane_source.load, epoch, step)
+        batch = Batch(epoch, lanes, counts, source, collate_fn is None, load_lane, origin)
         yield batch
         batch.load()

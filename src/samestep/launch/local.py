@@ -164,10 +164,10 @@ def _refuse_separate_runs(environment: Mapping[str, str]) -> None:
 
 
 def _variables(options: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{PREFIX}{name.upper()}": _as_text(value) for name, value in options.items()}
+    return {f"{PREFIX}{name.upper()}": as_text(value) for name, value in options.items()}
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Write an option as `samestep.config.parse` reads it."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))

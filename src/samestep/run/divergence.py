@@ -20,7 +20,7 @@ from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
 from samestep.step.hashing import bytes_of, hash_of
-from samestep.step.lane_pass import LossSpec
+from samestep.step.lane_pass import LanePass, LossSpec
 
 OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
 MOST_VALUES: Final = 2000  # of one attribute that are compared
@@ -192,9 +192,9 @@ class LaneObserver:
         self._seed: tuple[int, ...] = ()
 
     @contextmanager
-    def lane(self, loss_and_seed: tuple[LossSpec, tuple[int, ...]]) -> Iterator[None]:
+    def lane(self, lane_pass: LanePass, *_: object) -> Iterator[None]:
         """Compare the state before and after a lane, which is the body of the `with` statement."""
-        loss, seed = loss_and_seed
+        loss, seed = lane_pass.loss, lane_pass.seed
         if seed != self._seed:
             self._seed = seed
             states = {

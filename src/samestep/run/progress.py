@@ -20,6 +20,7 @@ from samestep.errors import ConfigError, DataError, NonFiniteLossError, Snapshot
 from samestep.metrics import Means
 from samestep.record.hints import Hint, hints_of
 from samestep.record.record import OWN, Record
+from samestep.run.alerts import LossAlerts
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.observer import StepObserver
 from samestep.run.process import StopRequest, announce
@@ -95,6 +96,7 @@ class Progress:
         divergence: DivergenceCheck,
         *,
         data_check: DataCheck,
+        alerts: LossAlerts,
         resumed: Snapshot | None,
         line: ProgressLine | None,
         check_directory: Callable[[], object],
@@ -116,7 +118,7 @@ class Progress:
         self._on_end = on_end
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
-        self._data_check, self._line = data_check, line
+        self._data_check, self._line, self.alerts = data_check, line, alerts
         # of `samestep verify`
         observes, rank = is_observed(), lanes.world.rank
         self._observer = StepObserver(rank, config.dir) if observes else None
@@ -152,6 +154,7 @@ class Progress:
             self._has_ended = state.get("ended", False)
             self.orders = dict(state.get("orders", {}))
             self.resumed_orders = dict(self.orders)
+            self.alerts.load_state_dict(state.get("losses", {}))
 
     @property
     def between_steps(self) -> bool:
@@ -396,8 +399,10 @@ class Progress:
         self._record.event("batch_skipped", step=self.step, reason=reason)
         if self.is_main:
             announce(f"skipped a batch: {reason}", logging.WARNING)
-        first = self.step - MOST_SKIPPED + 1
-        if self.skipped_steps[-MOST_SKIPPED:] == list(range(first, self.step + 1)):
+        first, left_out = self.step - MOST_SKIPPED + 1, self._config.skipped_steps
+        if self.skipped_steps[-MOST_SKIPPED:] == list(range(first, self.step + 1)) and not any(
+            step in steps for step in range(first, self.step + 1) for steps in left_out
+        ):
             raise NonFiniteLossError(
                 f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
                 " parameters are not finite either, resume from an earlier snapshot with a lower"
@@ -483,6 +488,7 @@ class Progress:
         run = {
             "step": self.step,
             "skipped_steps": list(self.skipped_steps),
+            "skip_batches": self._config.skip_batches,
             "epoch": self.epoch,
             "lanes": self._lanes.lanes,
             "positions": {name: asdict(position) for name, position in self.positions.items()},
@@ -490,6 +496,7 @@ class Progress:
             "finished": self.finished,
             "ended": self._has_ended,
             "orders": dict(self.orders),
+            "losses": self.alerts.state_dict(),  # that are usual
         }
         streams = {
             name: {lane: stream.state_dict() for lane, stream in lanes.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -23,7 +23,7 @@ from samestep.data.loader import plan_batches, size_of
 from samestep.data.orders import Order, make_plan
 from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
-from samestep.errors import ConfigError, DataError, ModelError, OptimizerError
+from samestep.errors import ConfigError, DataError, ModelError, NonFiniteLossError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.metrics import Means
@@ -42,7 +42,7 @@ from samestep.snapshot.read import Snapshot
 from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
 from samestep.step.guards import GradientSeal, state_of_body
-from samestep.step.lane_pass import Count, LossFn, LossSpec, Reduction
+from samestep.step.lane_pass import Count, LaneResult, LossFn, LossSpec, Reduction
 from samestep.step.replicas import replicate
 from samestep.step.scaling import GradScaler, clip_gradients
 from samestep.step.shard import Shard, check_shardable, choose_across
@@ -465,12 +465,27 @@ class Run(Collectives, Recording):
         except GeneratorExit:  # a loop over lanes was left
             progress.take_back_call()
             raise
+        except NonFiniteLossError as error:
+            results = [lane for lane in error.results if isinstance(lane, LaneResult)]
+            if advice := self._look_at(batch, call, results, loss):
+                raise NonFiniteLossError(f"{error}; {advice}") from None
+            raise
         progress.receive(result.notes)  # of all workers, sent along with the losses
+        if self._session.replay is not None:
+            self._session.replay.add_results(batch, call, result)
+        self._look_at(batch, call, result.results, loss)
         if result.skipped is not None:
             progress.skip_update(result.skipped)
         means = Means(result.results, loss.reduction)
         progress.show(means)
         return means
+
+    def _look_at(
+        self, batch: Batch, call: tuple[int, int], results: Sequence[LaneResult], loss: LossSpec
+    ) -> str:
+        """Return what an alert about a loss says of its samples, "" without an alert."""
+        are_sums = loss.reduction == "sum"
+        return self._progress.alerts.look(batch, call, results, are_sums=are_sums)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`.
@@ -606,6 +621,8 @@ class Run(Collectives, Recording):
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.watch_steps(name, item)
                 self._lanes.track(item, shard)
+                if self._session.replay is not None:
+                    self._session.replay.track(name, item, shard)
         for line in lines if self.is_main and not is_observed() else ():
             announce(line)
 

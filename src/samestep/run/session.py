@@ -12,7 +12,7 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock, is_locked_by, locked_by
 from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
+from samestep.run.alerts import LossAlerts
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.process import (
     HASH_SEED,
@@ -54,6 +55,7 @@ from samestep.run.process import (
 )
 from samestep.run.progress import Progress
 from samestep.run.progress_line import open_line
+from samestep.run.replay import Replay, Request
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.owner import Owner, store
@@ -68,6 +70,7 @@ from samestep.snapshot.resume import (
 )
 from samestep.step.deterministic import replaced_kernels
 from samestep.step.lane_engine import LaneEngine
+from samestep.step.lane_pass import unobserved
 
 KEEP_SEED: Final = "to keep it, start with PYTHONHASHSEED={} (samestep run sets it to 0)"
 
@@ -83,6 +86,9 @@ class Session:
         self.config = config = config.without_writing() if config.read_only else config
         # what worker 0 wrote to the directory, until all hosts have seen it
         self._lock: str | None = None
+        request = Request.from_environment()
+        # of `samestep replay`
+        self.replay = None if request is None else Replay(request, process.rank)
         self._exits = ExitStack()
         self._samplers = ExitStack()  # stopped before the end of the run is recorded
         self._exporter: ExporterProcess | None = None
@@ -164,6 +170,7 @@ class Session:
         ):
             # Whoever names a snapshot wants to train on, even if the run had finished.
             resumed.state["run"].update(finished=False, ended=False)
+        config = with_skipped_batches(config, resumed)
         lanes = resolve_lanes(config, world.size, len(self.devices), resumed)
         self.config = replace(config, lanes=lanes)
         # in the names of data files, so that no start overwrites those of another one
@@ -219,10 +226,19 @@ class Session:
             tracked=tracked,
             owner=self._owner,
             remote_owner=self._remote_owner,
+            writes=self.replay is None or self.replay.saves_state,
             check_models=self.lanes.check_models,
             compare=None if is_observed() else self.divergence.compare,
         )
         self._exits.callback(self.snapshots.close)
+        alerts = LossAlerts(
+            self.record,
+            config.dir,
+            self.snapshots.keep_newest,
+            is_main=world.rank == 0,
+            only_nonfinite=config.precision == "float16",  # a scaler changes losses
+            left_out=config.skipped_steps,
+        )
         # Signals ended the process at once until now, since there was no state to save.
         # A state that exists only in memory is written at the end of the first step.
         self.stop = StopRequest(deferring=resumed is not None and resumed.in_memory)
@@ -236,6 +252,7 @@ class Session:
             self.lanes,
             self.divergence,
             data_check=self.data_check,
+            alerts=alerts,
             resumed=resumed,
             line=open_line(self._process, config.stop_after, self._exits.callback)
             if config.progress
@@ -246,9 +263,19 @@ class Session:
 
     def _make_lanes(self, lanes: int, modules: list[torch.nn.Module]) -> LaneEngine:
         """Return the engine, which checks every step of an optimizer until the run ends."""
-        # `samestep verify` looks for changes by lanes
-        observe = LaneObserver(self.world.rank, modules).lane if is_observed() else nullcontext
-        engine = LaneEngine(self.world, self.config, lanes, self.devices, observe)
+        observe: Callable[..., AbstractContextManager[Any]] = unobserved
+        if is_observed():  # `samestep verify` looks for changes by lanes
+            observe = LaneObserver(self.world.rank, modules).lane
+        elif self.replay is not None:
+            observe = self.replay.lane
+        engine = LaneEngine(
+            self.world,
+            self.config,
+            lanes,
+            self.devices,
+            observe,
+            keeps_gradients=self.replay is not None,
+        )
         self._exits.callback(engine.close)
         # of all optimizers, tracked or not
         hook = register_optimizer_step_pre_hook(engine.optimizers.before_step)
@@ -452,6 +479,10 @@ class Session:
                 resumed.info.get("workers", size),
             )
         text = f"{workers}{f' (was {before})' * (before != size)}, {lanes} lane{'s' * (lanes != 1)}"
+        if self.config.skip_batches is not None:
+            text += f", without the batches of steps {self.config.skip_batches}"
+        if skipped := [] if resumed is None else resumed.state["run"].get("skipped_steps", []):
+            text += f", {len(skipped)} batch{'es' * (len(skipped) != 1)} skipped so far"
         if self.config.read_only:
             source = self._source.dir or self._source.remote
             return f"{text};{f' reads {source}, and' if source else ''} saves nothing"
@@ -637,6 +668,16 @@ def set_other_snapshots_aside(
     if others:
         names = [path.name for path in others]
         record.event("snapshots_set_aside", path=str(aside), snapshots=names)
+
+
+def with_skipped_batches(config: Config, resumed: Snapshot | None) -> Config:
+    """Return the options with the batches that are left out, also those that the snapshot names.
+
+    A run that is started again without the option must not train on them.
+    """
+    saved = None if resumed is None else resumed.state["run"].get("skip_batches")
+    texts = ",".join(str(text) for text in (saved, config.skip_batches) if text)
+    return replace(config, skip_batches=",".join(dict.fromkeys(texts.split(","))) or None)
 
 
 def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot | None) -> int:

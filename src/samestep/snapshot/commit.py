@@ -32,7 +32,7 @@ from samestep.snapshot.manifest import NAME, Manifest, StoredPiece, TensorSpec
 from samestep.snapshot.part import Part
 from samestep.snapshot.read import check, inspect, list_snapshots, remove, step_of
 from samestep.snapshot.state import merge
-from samestep.storage import write_atomically
+from samestep.storage import read_regular, write_atomically
 
 # Files are polled, since a shared file system tells nobody about changes. The first polls are
 # frequent because small snapshots are complete within milliseconds.
@@ -40,6 +40,9 @@ FIRST_DELAY_SECONDS: Final = 0.005
 LONGEST_DELAY_SECONDS: Final = 0.25
 # errors of a damaged snapshot; with others the file system fails, perhaps only now
 DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
+KEEP: Final = "keep.txt"  # in a snapshot that is kept, with the reason
+MOST_KEPT: Final = 3  # so that alerts do not fill the disk
+LARGEST_REASON: Final = 2**12  # bytes
 
 
 class PeerFailedError(SnapshotError):
@@ -96,7 +99,7 @@ class CommitProtocol:
         for rank in range(self.workers):
             self._part_path(rank).unlink()  # tells that worker that its save is complete
         # others are left from a killed attempt; they only take space, so errors do not matter
-        named = {NAME, *(file.name for file in manifest.files)}
+        named = {NAME, KEEP, *(file.name for file in manifest.files)}
         for path in self.directory.iterdir():
             if path.name not in named:
                 with suppress(OSError):
@@ -236,8 +239,31 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
     }
 
 
+def keep_newest(directory: Path, reason: str) -> None:
+    """Mark the newest complete snapshot, and newer ones that are being written, as kept."""
+    for path in reversed(list_snapshots(directory)):
+        with suppress(OSError):  # an alert does not end a run
+            write_atomically(path / KEEP, f"{reason}\n".encode())
+        if (path / NAME).exists():
+            return
+
+
+def kept(paths: Iterable[Path]) -> set[Path]:
+    """Return the first snapshot that is kept for a reason, for the first `MOST_KEPT` reasons."""
+    by_reason: dict[bytes, Path] = {}
+    for path in paths:
+        with suppress(OSError):  # most are not marked
+            reason = read_regular(path / KEEP, LARGEST_REASON)
+            if (path / NAME).exists():
+                by_reason.setdefault(reason, path)
+    return set(islice(by_reason.values(), MOST_KEPT))
+
+
 class Retention:
-    """Removes all but the `keep_last` newest snapshots and the `keep_best` with highest scores."""
+    """Removes all but the `keep_last` newest snapshots and the `keep_best` with highest scores.
+
+    Those that are `kept` for the newest reasons stay as well.
+    """
 
     def __init__(
         self, directory: Path, keep_last: int, keep_best: int, verified: Iterable[Path] = ()
@@ -264,7 +290,7 @@ class Retention:
         scores = {path: inspect(path).score for path in candidates if self._is_valid(path, inspect)}
         staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
         # What cannot be read now may be all that is left to resume from later.
-        staying |= {written, *self._unreadable}
+        staying |= {written, *self._unreadable, *kept(candidates)}
         old = [path for path in candidates if path not in staying]
         removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
         for path in removed:

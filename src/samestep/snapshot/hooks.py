@@ -19,7 +19,7 @@ from typing import Any, Final
 from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.record.sinks import find_function
-from samestep.snapshot.commit import choose
+from samestep.snapshot.commit import choose, kept
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.owner import RemoteOwner
 from samestep.snapshot.read import check, inspect, list_snapshots, step_of
@@ -227,6 +227,9 @@ class Mirror(Hook):
         scores = {path: manifest.score for path, manifest in history.items()}
         # The best ones may be remote only, since the directory keeps its own selection.
         staying, horizon = choose(scores, self._keep_last, self._keep_best)
+        newest_first = sorted(local, key=lambda path: local[path].step, reverse=True)
+        marked = kept(self._directory / path for path in newest_first)
+        staying |= {Path(path.name) for path in marked}
         # The newest first: it is the one that a run on another host would resume from.
         for path in sorted(staying & local.keys(), key=lambda path: local[path].step, reverse=True):
             if not _is_same(local[path], remote.get(path)):

@@ -15,6 +15,7 @@ from samestep.comm.base import World
 from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.record import Record
+from samestep.snapshot.commit import keep_newest
 from samestep.snapshot.hooks import PostCommitHooks
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.owner import Owner, RemoteOwner
@@ -229,6 +230,7 @@ class SnapshotManager:
         tracked: Tracked,
         owner: Owner | None = None,
         remote_owner: RemoteOwner | None = None,
+        writes: bool = True,
         check_models: Callable[[], object] = lambda: None,
         compare: Callable[[int, States], object] | None = None,
     ) -> None:
@@ -249,7 +251,7 @@ class SnapshotManager:
         )
         self._writer: SnapshotWriter | None = None
         # All workers write, each its part. Only rank 0 commits and removes, and only it runs hooks.
-        if config.dir is not None:
+        if config.dir is not None and writes:
             self._writer = SnapshotWriter(
                 config.dir,
                 rank=world.rank,
@@ -404,6 +406,11 @@ class SnapshotManager:
             "environment": self._environment,
             **({"run": self._owner.label} if self._owner is not None else {}),
         }
+
+    def keep_newest(self, reason: str) -> None:
+        """Keep the newest snapshot, and one that is being written, although newer ones follow."""
+        if self._config.dir is not None and self._writer is not None:
+            keep_newest(self._config.dir, reason)
 
     def wait(self) -> None:
         """Wait until the last snapshot is committed. Raises `SnapshotError` if that failed."""

@@ -663,22 +663,18 @@ def check_divisors(entries: Sequence[tuple[int, float, Sequence[float]]]) -> Non
             )
 
 
-def nonfinite_loss(
-    losses: Iterable[tuple[int, int, float]], step: int, *, skips: bool
-) -> str | None:
-    """Return which (lane, rank, loss) is infinite or NaN, None if all losses are finite.
-
-    Raises `NonFiniteLossError` instead, unless the run skips such batches.
-    """
+def nonfinite_loss(losses: Iterable[tuple[int, int, float]], step: int) -> str | None:
+    """Return which (lane, rank, loss) is infinite or NaN, None if all losses are finite."""
     for lane, rank, loss in losses:
         if not math.isfinite(loss):
-            issue = f"the loss is {loss} at step {step} in lane {lane} (worker {rank})"
-            if skips:
-                return issue
-            raise NonFiniteLossError(
-                f"{issue}; lower the learning rate, clip gradients, or set nonfinite_loss='skip'"
-            )
+            return f"the loss is {loss} at step {step} in lane {lane} (worker {rank})"
     return None
+
+
+def nonfinite_error(issue: str, results: Sequence[Any]) -> NonFiniteLossError:
+    """Return the error about a loss that is not finite, with the results of all lanes."""
+    advice = "lower the learning rate, clip gradients, or set nonfinite_loss='skip'"
+    return NonFiniteLossError(f"{issue}; {advice}", tuple(results))
 
 
 def is_out_of_memory(error: Exception) -> bool:

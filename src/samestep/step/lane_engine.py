@@ -28,6 +28,7 @@ from samestep.step.guards import (
     OptimizerGuard,
     check_divisors,
     check_same_call,
+    nonfinite_error,
     nonfinite_loss,
 )
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
@@ -194,7 +195,8 @@ class LaneEngine(LaneContext):
 
         `seed` numbers this call in the run. `note` returns JSON that is sent to all workers; it is
         called when GPUs have completed the steps before. After an error, gradients and buffers are
-        as before. So they are if a loss is not finite and such batches are skipped.
+        as before. So they are if the batch is skipped: it is one of `skip_batches`, or a loss is
+        not finite and such batches are skipped.
         """
         self._calls += 1
         started = time.perf_counter()
@@ -231,10 +233,17 @@ class LaneEngine(LaneContext):
                 check.compare([report["recheck"] for report in reports])
             check_divisors([entry for report in reports for entry in report["divisors"]])
             skipped = None
-            if self.config.nonfinite_loss != "continue":
+            # a batch that the user leaves out may have any loss
+            left_out = self.config.skip_batches is not None and any(
+                seed[0] in steps for steps in self.config.skipped_steps
+            )
+            if left_out:
+                skipped = f"step {seed[0]} is in skip_batches={self.config.skip_batches}"
+            elif self.config.nonfinite_loss != "continue":
                 losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-                skips = self.config.nonfinite_loss == "skip"
-                skipped = nonfinite_loss(losses, seed[0], skips=skips)
+                skipped = nonfinite_loss(losses, seed[0])
+                if skipped is not None and self.config.nonfinite_loss == "stop":
+                    raise nonfinite_error(skipped, results)
             self._end_buffers(reports, results, is_skipped=skipped is not None)
         scale = lane_pass.scale(results)
         if overlap.buckets:
@@ -361,6 +370,8 @@ class LaneEngine(LaneContext):
 
     def _new_overlap(self, parameters: Parameters) -> Overlap:
         own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
+        if self.keeps_gradients:
+            return Overlap(own_buckets)
         # Several hosts, or GPUs, each of which counts as one: send during the last backward. With
         # several devices per worker, sums are complete only when all devices are done.
         if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:

@@ -68,20 +68,28 @@ class LaneResult:
     metrics: dict[str, Any]
 
 
+def unobserved(*_: object) -> AbstractContextManager[None]:
+    """Return a context that does nothing."""
+    return nullcontext()
+
+
 @dataclass
 class LaneContext:
     """The lanes of one worker, with the devices, replicas and buffers that their passes use.
 
-    `observe` is entered for each lane, with its loss and seed; `samestep verify` looks for changes.
-    `watch` is entered with its number, to refuse state of earlier lanes.
+    `observe` is entered for each lane, with its pass, number and batch, and may return what gets
+    the lane's gradients; `samestep verify` looks for changes, and `samestep replay` at the lane.
+    `watch` is entered with its number, to refuse state of earlier lanes. With `keeps_gradients`,
+    none are sent during backward, so that `observe` gets all of them.
     """
 
     world: World
     config: Config
     lanes: int
     devices: Sequence[torch.device]
-    observe: Callable[..., AbstractContextManager[Any]] = nullcontext
+    observe: Callable[[LanePass, int, Any], AbstractContextManager[Any]] = unobserved
     watch: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
         # at least one lane per device
@@ -288,7 +296,7 @@ class LanePass:
         parameters = replica.of(self.parameters)
         with (
             context.replicas.on(replica),
-            context.observe((self.loss, self.seed)),
+            context.observe(self, lane, batch) as inspect,
             context.watch(lane),
         ):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
@@ -305,6 +313,8 @@ class LanePass:
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
             weights = [self._weight(loss, count)]  # of the loss's shape; None is 1
             gradients = self._differentiate(lane, [loss], weights, parameters)
+            if inspect is not None:
+                inspect(gradients, weights[0])
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, scalars))

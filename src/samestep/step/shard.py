@@ -91,6 +91,13 @@ class Shard:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
         return self._index_of[id(buffer.parameter_of(fragment))]
 
+    def groups(self) -> dict[int, int]:
+        """Return the number of the parameter group of each complete parameter, by its id."""
+        numbers = {
+            index: number for number, indices in enumerate(self._group_indices) for index in indices
+        }
+        return {place: numbers[index] for place, index in self._index_of.items()}
+
     def complete(self) -> None:
         """Wait for gradients that still arrive."""
         for buffer in self.flat_buffers:

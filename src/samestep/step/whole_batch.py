@@ -126,7 +126,7 @@ class WholeBatchPass(LanePass):
         embed = cast(LossFn, self.loss.embed)
         with (
             context.replicas.on(replica),
-            context.observe((self.loss, self.seed)),
+            context.observe(self, lane, batch) as inspect,
             context.watch(lane),
         ):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
@@ -135,6 +135,8 @@ class WholeBatchPass(LanePass):
             if self._is_second:
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
                 gradients = self._continue(lane, embeddings, replica)
+                if inspect is not None:
+                    inspect(gradients, None)
                 self._results.append((lane, count, self._scalars))
             else:  # the graph is built and dropped: without it, torch may choose other kernels
                 self._form = form

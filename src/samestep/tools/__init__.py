@@ -34,8 +34,12 @@ def started(
     directory: Path,
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
+    *,
+    is_interactive: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a script by `samestep run` in `directory`; append its output to the file `OUTPUT`.
+
+    If it `is_interactive`, it has this process's terminal instead.
 
     Each run is a new process, although importing torch takes seconds: in forks of one process,
     objects would have the same addresses, and with them sets the same order, in every run. An
@@ -48,9 +52,9 @@ def started(
         (directory / OUTPUT).open("ab") as file,
         subprocess.Popen(
             program,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
+            stdin=None if is_interactive else subprocess.DEVNULL,
+            stdout=None if is_interactive else file,
+            stderr=None if is_interactive else subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
         ) as process,
     ):

@@ -232,10 +232,7 @@ def read_traces(directory: Path) -> list[StepTrace]:
     for path in snapshots:
         snapshot = load(path)
         hashes = dict(metrics.get(snapshot.step, {}))
-        for name, state in snapshot.state.items():
-            plain, tensors = flatten({name: state})
-            hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
-            hashes[f"plain state of {name}"] = _hash(json.dumps(_sorted(plain)).encode())
+        hashes |= hashes_of(snapshot.state)
         hashes |= logged.get(snapshot.step, {})
         loops = {
             name: (at["done"], at["step"])
@@ -243,6 +240,16 @@ def read_traces(directory: Path) -> list[StepTrace]:
         }
         traces.append(StepTrace(snapshot.step, hashes, loops))
     return traces
+
+
+def hashes_of(states: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of a snapshot's tensors, by path, and of the plain state of each object."""
+    hashes: dict[str, str] = {}
+    for name, state in states.items():
+        plain, tensors = flatten({name: state})
+        hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
+        hashes[f"plain state of {name}"] = _hash(json.dumps(_sorted(plain)).encode())
+    return hashes
 
 
 def read_entries(directory: Path) -> list[dict[str, Any]]:

@@ -318,6 +318,8 @@ class RunState:
     def _add_to_timeline(self, event: Event, kind: str, time: float) -> None:
         text, severity = describe(event, kind, self.start)
         step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
+        if kind == "loss_alert":
+            detail = _describe_samples(event)
         self.timeline.append(TimelineEvent(time, kind, step, text, severity, detail))
 
 
@@ -434,6 +436,16 @@ def _describe_snapshot(event: Event) -> str:
     return f"snapshot of step {event.get('step')}{suffix}"
 
 
+def _describe_samples(event: Event) -> str | None:
+    """Return the samples of an alert, and the command that repeats its step."""
+    samples, lines = event.get("samples"), list[str]()
+    if isinstance(samples, list) and samples:
+        lines.append(f"samples {', '.join(map(str, samples))}"[:LONGEST_TEXT])
+    if command := to_text(event.get("replay")):
+        lines.append(command)
+    return "\n".join(lines) or None
+
+
 def _describe_fields(event: Event) -> str:
     fields = [
         f"{name} {value}"
@@ -457,5 +469,6 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "loop": (INFO, _describe_loop),
     "sink": (INFO, _describe_sink),
     "batch_skipped": (BAD, "skipped a batch: {reason}"),
+    "loss_alert": (BAD, "{reason}"),
     "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
 }

@@ -36,7 +36,13 @@ EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError)
 HOOK: Final = "on_event"
 # of the exporter, by option
 FLAGS: Final = {"sinks": "--to", "transfer": "--transfer", HOOK: "--on-event"}
-ALERTS: Final = ("restarting", "stalled", "stopped", "finished")  # in addition to failures and NaN
+ALERTS: Final = (
+    "restarting",
+    "stalled",
+    "stopped",
+    "finished",
+    "loss_alert",
+)  # in addition to failures and NaN
 HOOK_SECONDS: Final = 5.0  # to connect, and for the response
 
 

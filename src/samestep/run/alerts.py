@@ -1,0 +1,184 @@
+"""Alerts about losses that are not finite or unusually high: their lane, samples and snapshot."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from samestep.data.batch import Batch
+from samestep.masking import mask_words
+from samestep.record import Record
+from samestep.run.process import announce
+from samestep.step.lane_pass import LaneResult
+
+WARM_UP: Final = 20  # steps before which no loss is unusual
+WINDOW: Final = 100  # steps of the moving averages
+UNUSUAL: Final = 20.0  # mean deviations above the mean
+LEAST_DEVIATION: Final = 0.01  # of the mean, for losses that hardly change
+QUIET_STEPS: Final = 1000  # between two alerts of unusual losses
+SHOWN_SAMPLES: Final = 4
+MOST_SAMPLES: Final = 64
+
+
+class Usual:
+    """The moving average of a loss, of which an unusual one counts only up to its limit.
+
+    `limit` is the highest loss that is not unusual.
+    """
+
+    def __init__(self, steps: int = 0, mean: float = 0.0, deviation: float = 0.0) -> None:
+        self.steps, self.mean, self.deviation = steps, mean, deviation
+        self._alert = ""  # of the last step
+        self._update_limit()
+
+    def _update_limit(self) -> None:
+        self.limit = math.inf
+        if self.steps >= WARM_UP:
+            least = LEAST_DEVIATION * abs(self.mean)
+            self.limit = self.mean + UNUSUAL * max(self.deviation, least)
+
+    def is_new(self, alert: str) -> bool:
+        """Note the alert of a step, "" for none; return whether the step before had another."""
+        before, self._alert = self._alert, alert
+        return alert not in {"", before}
+
+    def add(self, loss: float) -> None:
+        """Count a finite loss."""
+        self.steps += 1
+        rate = 1 / self.steps if self.steps < WINDOW else 1 / WINDOW
+        difference = min(loss, self.limit) - self.mean
+        if self.steps > 1:
+            self.deviation += rate * (abs(difference) - self.deviation)
+        self.mean += rate * difference
+        self._update_limit()
+
+
+class LossAlerts:
+    """Compares the highest loss of all lanes with those of earlier steps.
+
+    All workers see the same losses. Rank 0 records and prints an alert, and calls
+    `keep_snapshot(text)`, so that `samestep replay` can begin there.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        directory: Path | None,
+        keep_snapshot: Callable[[str], object],
+        *,
+        is_main: bool,
+        only_nonfinite: bool,
+        left_out: Sequence[range] = (),
+    ) -> None:
+        """With `only_nonfinite`, no finite loss is unusual. Steps `left_out` cause no alert."""
+        self._record, self._directory, self._keep_snapshot = record, directory, keep_snapshot
+        self._is_main, self._only_nonfinite, self._left_out = is_main, only_nonfinite, left_out
+        self._usual: dict[int, Usual] = {}  # by call in a step, such as those of a GAN
+        self._last = -QUIET_STEPS
+
+    def state_dict(self) -> dict[int, list[float]]:
+        """Return the averages, by call in a step; the same on all workers."""
+        return {
+            number: [usual.steps, usual.mean, usual.deviation]
+            for number, usual in self._usual.items()
+        }
+
+    def load_state_dict(self, state: Mapping[int, Sequence[float]]) -> None:
+        """Continue with averages that `state_dict` returned."""
+        for number, (steps, mean, deviation) in state.items():
+            self._usual[number] = Usual(int(steps), mean, deviation)
+
+    def look(
+        self, batch: Batch, call: tuple[int, int], results: Sequence[LaneResult], *, are_sums: bool
+    ) -> str:
+        """Look at the losses of a call; return a text that names lane and samples after an alert.
+
+        `call` is the step and the number of the call in it. Sums are divided by the lane's items.
+        """
+        step, number = call
+        if not results or (self._left_out and any(step in steps for steps in self._left_out)):
+            return ""
+        losses: list[float] = [lane.metrics["loss"] for lane in results]
+        if are_sums:
+            losses = [loss / (lane.count or 1) for loss, lane in zip(losses, results, strict=True)]
+        if (usual := self._usual.get(number)) is None:
+            usual = self._usual[number] = Usual()
+        if math.isfinite(sum(losses)) and (loss := max(losses)) <= usual.limit:  # nearly always
+            usual.is_new("")
+            usual.add(loss)
+            return ""
+        loss, worst = max(zip(losses, results, strict=True), key=_badness)
+        mean = usual.mean
+        if not math.isfinite(loss):
+            is_new = usual.is_new("nonfinite")
+            return self._alert(batch, call, worst, results, None) if is_new else ""
+        is_new = usual.is_new("unusual" if loss > usual.limit else "")
+        is_new = is_new and step >= self._last + QUIET_STEPS
+        usual.add(loss)
+        if not is_new or self._only_nonfinite:
+            return ""
+        self._last = step
+        return self._alert(batch, call, worst, results, mean)
+
+    def _alert(
+        self,
+        batch: Batch,
+        call: tuple[int, int],
+        worst: LaneResult,
+        results: Sequence[LaneResult],
+        usual: float | None,
+    ) -> str:
+        """Record an alert, and return the samples of the lane and how to look at them."""
+        (step, number), loss = call, worst.metrics["loss"]
+        origin = batch.origin
+        samples = [] if origin is None else origin.describe(worst.lane)
+        advice = ""
+        if samples:
+            more = f" and {len(samples) - SHOWN_SAMPLES} more" * (len(samples) > SHOWN_SAMPLES)
+            advice = f"its samples are {', '.join(samples[:SHOWN_SAMPLES])}{more}"
+        command = ""
+        if self._directory is not None:
+            command = replay_command(self._directory, step)
+            advice += f"{'; ' * bool(advice)}to look at it: {command}"
+        if not self._is_main:
+            return advice
+        reason = f"the loss is {loss:.6g} at step {step} in lane {worst.lane}"
+        if usual is not None:
+            reason += f", usually about {usual:.6g}"
+        self._record.event(
+            "loss_alert",
+            step=step,
+            call=number,
+            reason=reason,
+            lane=worst.lane,
+            worker=worst.rank,
+            loss=loss,
+            **({} if origin is None else {"loop": origin.loop}),
+            samples=samples[:MOST_SAMPLES],
+            losses=[[lane.lane, lane.metrics["loss"]] for lane in results],
+            replay=command,
+        )
+        self._keep_snapshot(reason)
+        if usual is not None:
+            announce(f"{reason}; {advice}" if advice else reason, logging.WARNING)
+        return advice
+
+
+def _badness(pair: tuple[float, Any]) -> float:
+    return pair[0] if math.isfinite(pair[0]) else math.inf
+
+
+def replay_command(directory: Path, step: int) -> str:
+    """Return the command that repeats a step of this process's script."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    script = ["-m", spec.name] if spec is not None else [os.path.relpath(sys.argv[0] or "SCRIPT")]
+    if spec is not None:
+        script[1] = script[1].removesuffix(".__main__")
+    words = ["samestep", "replay", str(directory), "--step", str(step), *script]
+    return shlex.join([*words, *mask_words(sys.argv[1:])])

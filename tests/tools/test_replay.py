@@ -1,0 +1,219 @@
+"""`samestep replay` repeats a step of a run on fewer workers, and names the bad sample."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import samestep as ss
+from samestep.cli import main
+from samestep.data.orders import make_plan
+from samestep.data.random_state import key
+from samestep.record import read_events, read_history
+from tests.bits import bits
+from tests.python import run_python
+from tests.tools import spike
+from tests.workers import run_workers
+
+SCRIPT = str(Path(spike.__file__))
+STEP, LANE = 26, 2  # of the bad sample
+
+
+def sample_at(size, step, lane, number):
+    """Return the index of a sample of an epoch of the script."""
+    plan = make_plan(
+        *(size, 16, 4, key(0, "order train")),
+        shuffle=True,
+        drop_last=False,
+        group_by=None,
+        order=None,
+    )
+    return int(plan.indices(0, step, lane)[number])
+
+
+BAD = sample_at(512, STEP, LANE, 1)
+
+
+@pytest.fixture
+def replay(capfd):
+    """Return a function that replays a step and returns the exit status and the output."""
+
+    def run(directory, *flags, arguments=(512, BAD, "1e4"), step=STEP):
+        words = ["replay", str(directory), "--step", str(step), *flags, SCRIPT]
+        status = main([*words, *map(str, arguments)])
+        return status, "".join(capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The directory of a run of 4 workers, two of which were killed before the bad sample."""
+    directory = tmp_path_factory.mktemp("run")
+    flags = ["--dir", directory, "--snapshot-every", 10, "--keep-last", 1, "--hot-every", 1]
+    variables = {**os.environ, "KILLS": "8 1,17 2"}
+    run_python(
+        *("-m", "samestep", "run", "-n", 4, *flags, SCRIPT, 512, BAD, "1e4"),
+        check=True,
+        env=variables,
+    )
+    kinds = [event["event"] for event in read_events(directory)]
+    assert kinds.count("restarting") == 2
+    return directory
+
+
+def content(directory):
+    """Return the names, sizes and times of all files of a directory."""
+    paths = sorted(directory.rglob("*"))
+    return [(path, path.lstat().st_size, path.lstat().st_mtime_ns) for path in paths]
+
+
+def test_a_step_of_four_workers_is_repeated_on_one(recorded, replay, tmp_path):
+    before = content(recorded)
+    file = tmp_path / "batch.safetensors"
+    status, printed = replay(recorded, "--save-batch", str(file))
+    assert status == 0, printed
+    assert "from step-00000020 (written by 4 workers) on 1 worker" in printed
+    assert "program and environment: as in the record" in printed
+    assert f"means: the same bits at 7 steps, 20 to {STEP}" in printed
+    assert "losses of the alert: the same bits in 4 lanes" in printed
+    lanes = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
+    assert [row[0] for row in lanes] == ["0", "1", "2", "3"]
+    assert str(BAD) in lanes[LANE]
+    first_sample = printed.partition("the most unusual one first:\n")[2].splitlines()[0]
+    assert first_sample.startswith(f"  sample {BAD}, points/{BAD}.txt, loss ")
+    saved = load_file(file)
+    assert len(saved) == 12
+    assert saved[f"lane{LANE}.indices"].tolist()[1] == BAD
+    assert saved[f"lane{LANE}.0"][1].abs().max() > 1000
+    assert content(recorded) == before
+
+
+def test_the_state_is_that_of_the_next_snapshot(recorded, replay):
+    status, printed = replay(recorded, "--compare-state", "--worker-count", "3", "--lane", "0")
+    assert status == 0, printed
+    assert "state: the same bits as step-00000032" in printed
+    assert "lane 0, 4 samples" in printed
+
+
+def test_a_changed_program_is_named_and_a_difference_found(recorded, replay):
+    status, printed = replay(recorded, arguments=(512, BAD, "1e5"))
+    assert status == 1
+    assert f"  arguments: 512 {BAD} 1e4 -> 512 {BAD} 1e5" in printed
+    assert f"means: DIFFERENT, first at step {STEP}: 'loss' was" in printed
+    assert f"losses of the alert: DIFFERENT, first in lane {LANE}" in printed
+
+
+def test_a_debugger_stops_in_the_loss_function_of_the_lane(recorded, replay, tmp_path):
+    commands = tmp_path / "commands"
+    commands.write_text("n\nn\np float(points.abs().max()) > 1000\nc\n")
+    stdin = os.dup(0)
+    try:
+        with commands.open() as file:
+            os.dup2(file.fileno(), 0)
+        status, printed = replay(recorded, "--debug", "--lane", str(LANE))
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    assert status == 0, printed
+    assert "-> points, norms = batch" in printed
+    assert "(Pdb) True" in printed
+
+
+def test_the_alert_of_a_spike_names_lane_samples_and_command(recorded):
+    (alert,) = [event for event in read_history(recorded) if event["event"] == "loss_alert"]
+    assert (alert["step"], alert["lane"], alert["worker"], alert["loop"]) == (STEP, 2, 2, "train")
+    assert alert["samples"][1] == f"{BAD} (points/{BAD}.txt)"
+    assert alert["replay"].startswith(f"samestep replay {recorded} --step {STEP} ")
+    assert alert["replay"].endswith(f"spike.py 512 {BAD} 1e4")
+    assert "the loss is " in alert["reason"]
+    # `keep_last` is 1, but the snapshot before the alert is still there
+    names = [path.name for path in sorted(recorded.glob("step-*"))]
+    assert names == ["step-00000020", "step-00000032"]
+    assert (recorded / names[0] / "keep.txt").read_text() == f"{alert['reason']}\n"
+
+
+def test_a_run_that_stopped_at_a_nan_is_repeated_from_its_start(replay, tmp_path):
+    bad = sample_at(512, 3, 1, 0)
+    done = run_python(
+        *("-m", "samestep", "run", "-n", 2, "--dir", tmp_path, SCRIPT, 512, bad, "nan")
+    )
+    assert done.returncode == 1
+    assert f"its samples are {bad} (points/{bad}.txt), " in done.stderr
+    assert f"to look at it: samestep replay {tmp_path} --step 3 " in done.stderr
+    status, printed = replay(tmp_path, arguments=(512, bad, "nan"), step=3)
+    assert status == 0, printed
+    assert "from the start" in printed
+    assert "means: the same bits at 3 steps, 0 to 2" in printed
+    where = f"lane 1: first value that is not finite: '0' of the lane batch, sample {bad}"
+    assert where in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "error"),
+    [
+        ([], 32, "--step must be a step from 0 to 31, as in the record, got 32"),
+        ([], -1, "--step must be a step from 0 to 31, as in the record, got -1"),
+        (["--lane", "4"], STEP, "--lane must be a lane from 0 to 3, got 4"),
+        (["--worker-count", "5"], STEP, "--worker-count must be from 1 to the 4 lanes, got 5"),
+        (["--debug"], STEP, "--debug needs --lane, and a single worker"),
+    ],
+)
+def test_wrong_arguments_are_errors(flags, step, error, recorded, replay):
+    status, printed = replay(recorded, *flags, step=step)
+    assert status == 2
+    assert error in printed
+
+
+def test_a_damaged_record_is_an_error(replay, tmp_path):
+    start = {"time": 1.0, "event": "started", "step": 0, "config": {}, "lanes": "many"}
+    timing = {"time": 1.0, "event": "timing", "step": STEP}
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(timing)}\n")
+    status, printed = replay(tmp_path)
+    assert status == 1
+    assert f"the record in {tmp_path} is damaged (ValueError: " in printed
+
+
+def trained(directory, size=160, factor=1e4, **options):
+    """Train the script's model; return its bits, and the loop's steps that were skipped."""
+    with ss.init(lanes=4, dir=directory, **options) as run:
+        model = spike.train(run, spike.Points(size, sample_at(160, 6, LANE, 1), factor))
+    return [bits(tensor) for tensor in model.state_dict().values()]
+
+
+def test_a_skipped_batch_gives_the_same_bits_at_any_number_of_workers(tmp_path):
+    skip = {"skip_batches": "6:7"}
+    expected = trained(None, **skip)
+    for workers in (2, 3, 4):
+        directory = tmp_path / str(workers)
+        assert run_workers(partial(trained, directory, **skip), workers) == [expected] * workers
+        events = list(read_events(directory))
+        (skipped,) = [event for event in events if event["event"] == "batch_skipped"]
+        assert (skipped["step"], skipped["reason"]) == (6, "step 6 is in skip_batches=6:7")
+        assert not [event for event in events if event["event"] == "loss_alert"]
+    assert trained(None) != expected
+    # the bad sample has no effect, and no other one has another
+    assert trained(None, factor=1e3, **skip) == expected
+
+
+def test_a_resumed_run_still_skips_what_its_first_start_was_told_to(tmp_path, capfd):
+    expected = trained(None, skip_batches="6:7,8:9")
+    with pytest.raises(SystemExit):
+        trained(tmp_path, skip_batches="6:7", stop_after=4)
+    with pytest.raises(SystemExit):
+        trained(tmp_path, skip_batches="8:9", stop_after=7)
+    assert "without the batches of steps 6:7,8:9" in capfd.readouterr().err
+    assert trained(tmp_path) == expected
+    assert "6:7,8:9, 1 batch skipped so far" in capfd.readouterr().err
+    assert ss.read_snapshot(tmp_path).state["run"]["skipped_steps"] == [6, 8]
+
+
+@pytest.mark.parametrize("text", ["5", "5:5", "a:b", "1:2,"])
+def test_steps_to_skip_must_be_ranges(text):
+    with pytest.raises(ss.ConfigError, match="skip_batches must be steps FIRST:END"):
+        ss.init(skip_batches=text)
