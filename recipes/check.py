@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.file_check import FileCheck
-from recipes.settings import ENDINGS, read, run_script
+from recipes.settings import ENDINGS, SettingsError, read, run_script
 
 RECIPES = ("vit", "stain", "detect")
 
@@ -31,19 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="list of the unusable files")
     parser.add_argument("--dir", type=Path, help="directory of a run, which keeps what is read")
     flags = parser.parse_intermixed_args(arguments)
+    if flags.write is not None:  # before hours of reading
+        try:
+            flags.write.open("ab").close()
+        except OSError as error:
+            parser.error(f"--write: {error}")
     sources = ["data.check=full", *flags.settings]
     if flags.recipe == "stain" and not any(source.endswith(ENDINGS) for source in sources):
         sources.append(str(Path(__file__).parent / "stain" / "tissue.yaml"))  # as in train.py
     settings = read(import_module(f"recipes.{flags.recipe}.config").Settings, sources)
-    check = FileCheck(settings.data, flags.dir, say=print, collect=True)
+    check, error = FileCheck(settings.data, flags.dir, say=print, collect=True), None
     try:
         open_data(flags.recipe, settings, check)
-    finally:
-        for fault in check.faults:
-            print(f"{fault.part}: {fault.text}")
-        if flags.write is not None:
-            flags.write.write_bytes(check.list_of_faults())
+    except SettingsError as caught:  # of the data set as a whole
+        error = caught
+    for fault in check.faults:
+        print(f"{fault.part}: {fault.text}")
+    if flags.write is not None:
+        flags.write.write_bytes(check.list_of_faults())
     print(f"files that cannot be used: {len(check.faults)}")
+    if error is not None:
+        raise error
     if check.faults:
         raise SystemExit(1)
 

@@ -33,7 +33,7 @@ from recipes.image_files import (
 
 CACHE_FILE = "checked-files.json"
 LEFT_OUT_FILE = "left-out.txt"
-VERSION = 1  # of the cache
+VERSION = 2  # of the cache
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 CHUNK = 512  # files of a worker between two exchanges, for which others wait
 FULL_CHUNK = 32  # the same if all pixels are read
@@ -92,19 +92,12 @@ class FileCheck:
         `least_side` is the name of a size in pixels to which smaller images are enlarged. Raises
         `ImageError` for files that cannot be used, unless `settings.broken` is "skip".
         """
-        self._files, listed = files, self._listed_out()
-        left_out = {
-            part: {
-                index
-                for index, path in enumerate(paths if listed else ())
-                if path.absolute() in listed
-            }
-            for part, paths in files.items()
-        }
+        self._files, left_out = files, self._listed_out(files)
         if self.settings.check != "none":
             self.faults = self._faults_of(files, left_out, fault_of, least_side)
             self._judge(left_out)
-            self._record_left_out()
+            if not self.collect:
+                self._keep(LEFT_OUT_FILE, self.list_of_faults() if self.faults else None)
         for fault in self.faults:
             left_out[fault.part].add(fault.index)
         return {
@@ -118,18 +111,30 @@ class FileCheck:
         for fault in self.faults:
             path = self._files[fault.part][fault.index]
             inside = root is not None and path.is_relative_to(root)
-            lines.append(b"# " + printable(fault.text).replace("\n", " ").encode())
+            lines.append(b"# " + printable(fault.text).encode())
             lines.append(os.fsencode(path.relative_to(root) if inside else path.absolute()))
         return b"\n".join([*lines, b""])
 
-    def _listed_out(self) -> set[Path]:
-        file = self.settings.leave_out
-        if file is None:
-            return set()
+    def _listed_out(self, files: Files) -> dict[str, set[int]]:
+        """Return the indices of each part's files that `data.leave_out` lists, and print both."""
+        left_out: dict[str, set[int]] = {part: set() for part in files}
+        if self.settings.leave_out is None:
+            return left_out
         root = getattr(self.settings, "path", None) or Path()
-        lines = (line.strip() for line in read_text(file, "surrogateescape").split("\n"))
-        names = [line for line in lines if line and not line.startswith("#")]
-        return {listed_path(root, name).absolute() for name in names}
+        text = read_text(self.settings.leave_out, "surrogateescape")
+        names = [line for line in map(str.strip, text.split("\n")) if line and line[0] != "#"]
+        listed = {listed_path(root, name).absolute(): name for name in names}
+        unknown = set(listed)
+        for part, paths in files.items():
+            own = [path.absolute() for path in paths]
+            left_out[part] = {index for index, path in enumerate(own) if path in listed}
+            if count := len(left_out[part]):
+                self.say(f"{part}: data.leave_out lists {count} of {len(own)} files")
+            unknown.difference_update(own)
+        if strange := sorted(listed[path] for path in unknown if not path.exists()):
+            of_all = f"{len(strange)} of {len(names)} names are not found"
+            self.say(f"data.leave_out: {of_all} in {root}, first: {printable(strange[0])}")
+        return left_out
 
     def _faults_of(
         self,
@@ -233,14 +238,24 @@ class FileCheck:
             return {}  # the files are read again
 
     def _write_cache(self, cache: Mapping[str, tuple[list[int] | None, bool, Facts]]) -> None:
-        if self.directory is None or not self.is_writing:
-            return
         # what the system could not read, it may read at the next start
         kept = {path: entry for path, entry in cache.items() if entry[2].kind in {"", "broken"}}
-        self.directory.mkdir(parents=True, exist_ok=True)
-        part = self.directory / f"{CACHE_FILE}.part"
-        part.write_text(json.dumps({"key": self._key(), "files": kept}), encoding="ascii")
-        part.replace(self.directory / CACHE_FILE)
+        self._keep(CACHE_FILE, json.dumps({"key": self._key(), "files": kept}).encode())
+
+    def _keep(self, name: str, content: bytes | None) -> None:
+        """Write a file of the directory, or remove it; a failure is printed and no error."""
+        if self.directory is None or not self.is_writing:
+            return
+        file, part = self.directory / name, self.directory / f".{name}.{os.getpid()}.tmp"
+        try:
+            if content is None:
+                file.unlink(missing_ok=True)
+                return
+            self.directory.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(content)
+            part.replace(file)  # check.py may write the same file
+        except OSError as error:
+            self.say(f"{name} was not written: {error}")
 
     def _key(self) -> list[Any]:
         """Return what the facts depend on besides the files."""
@@ -256,23 +271,14 @@ class FileCheck:
         if self.settings.broken == "error" or unreadable:
             raise ImageError(self._message(unreadable or self.faults))
         for part, count in Counter(fault.part for fault in self.faults).items():
-            if count > self.settings.broken_limit * (len(self._files[part]) - len(left_out[part])):
+            total = len(self._files[part]) - len(left_out[part])
+            if count > self.settings.broken_limit * total:
                 limit = f"data.broken_limit={self.settings.broken_limit:g}"
                 raise ImageError(
-                    f"{part}: more than {limit} of the files are broken: "
-                    + self._message(self.faults)
+                    f"{part}: {count} of {total} files are broken, more than {limit} allows, "
+                    f"first: {self._first(part)}; recipes/check.py lists all of them"
                 )
-            total = len(self._files[part])
             self.say(f"{part}: left out {count} of {total} files, first: {self._first(part)}")
-
-    def _record_left_out(self) -> None:
-        if self.directory is None or not self.is_writing:
-            return
-        file = self.directory / LEFT_OUT_FILE
-        file.unlink(missing_ok=True)  # of an earlier start
-        if self.faults and not self.collect:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(self.list_of_faults())
 
     def _first(self, part: str) -> str:
         return next(fault.text for fault in self.faults if fault.part == part)
@@ -340,16 +346,20 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     """Return the number of each class, or its range for many classes."""
     if len(counts) <= SHOWN_CLASSES:
         return ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"{len(counts)} classes with {min(counts.values())} to {max(counts.values())} each"
+    least, most = min(counts.values()), max(counts.values())
+    return f"{len(counts)} classes with {least if least == most else f'{least} to {most}'} each"
 
 
 def _stamp(path: Path) -> list[int] | None:
-    """Return the size and the time of change of a file, None if there is none."""
+    """Return the size of a file and when it and its entry were changed, None if there is none.
+
+    A file that replaces another one has its own entry, even with the size and time of the other.
+    """
     try:
         state = path.stat()
     except OSError:
         return None
-    return [state.st_size, state.st_mtime_ns]
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def _bits_of(paths: Sequence[Path]) -> int:

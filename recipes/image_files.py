@@ -27,6 +27,7 @@ ENDINGS = {
     *(".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
 }
 NO_DATA = {"__MACOSX", "__pycache__", "@eaDir"}  # folders that other programs leave in a data set
+EXPECTED_NAME = "expected a name in UTF-8, of one line"
 ORIENTATION, PHOTOMETRIC = 274, 262  # tags of EXIF and TIFF
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -59,25 +60,25 @@ class ImageFileSettings:
         "error", "skip: train without the image files that are broken or missing"
     )
     broken_limit: float = setting(
-        0.1, "skip: an error if more than this fraction of a part's files is broken"
+        0.1,
+        "skip: an error if more than this fraction of a part's files is broken",
+        least=0,
+        most=1,
     )
     leave_out: Path | None = setting(
         None, "list of image files that are not used, as recipes/check.py writes it"
     )
     background: Literal["white", "black"] = setting("white", "color under transparent pixels")
-    bits: int = setting(16, "bits of gray images in 16-bit files, such as 12 of many microscopes")
-    most_pixels: int = setting(178_956_970, "images with more pixels are broken")
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.bits <= 16:
-            raise SettingsError(f"data.bits must be 8 to 16, got {self.bits}")
-        if not 0 <= self.broken_limit <= 1:
-            raise SettingsError(f"data.broken_limit must be 0 to 1, got {self.broken_limit}")
+    bits: int = setting(
+        16, "bits of gray images in 16-bit files, such as 12 of many microscopes", least=8, most=16
+    )
+    most_pixels: int = setting(178_956_970, "images with more pixels are broken", least=1)
+    loader_workers: int = setting(0, "processes that load images, per worker", least=0)
 
 
 def printable(path: Path | str) -> str:
-    """Return a path as text that can be printed, even if its name is not UTF-8."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    """Return a path as a line of text, even if its name is not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace").replace("\n", "\\n")
 
 
 # Files of a folder
@@ -90,6 +91,17 @@ class Listing:
     files: list[Path] = field(default_factory=list)
     folders: dict[str, Path] = field(default_factory=dict)  # by name, in composed Unicode
     ignored: Counter[str] = field(default_factory=Counter)
+
+
+def data_folder(path: Path | None, expected: str) -> Path:
+    """Return `data.path`. Raises `ImageError` if it is not set or does not exist."""
+    found = None if path is None else listed_path(Path(), path)
+    if found is None or not found.exists():
+        got = "none" if path is None else f"{printable(path)}, which does not exist"
+        raise ImageError(f"data.path must be {expected}, got {got}")
+    if printable(found) != os.fspath(found):
+        raise ImageError(f"{printable(found)}: {EXPECTED_NAME}; rename the folder")
+    return found
 
 
 def find_images(folder: Path) -> Listing:
@@ -108,7 +120,7 @@ def find_images(folder: Path) -> Listing:
         elif entry.is_dir():
             name = composed(entry.name)
             if printable(name) != name:
-                raise ImageError(f"{printable(path)}: expected a name in UTF-8; rename the folder")
+                raise ImageError(f"{printable(path)}: {EXPECTED_NAME}; rename the folder")
             if name in listing.folders:
                 names = f"{printable(listing.folders[name])} and {printable(path)}"
                 raise ImageError(f"{names} have the same name in Unicode; merge them")
@@ -131,12 +143,12 @@ def composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def listed_path(folder: Path, name: str) -> Path:
+def listed_path(folder: Path, name: str | Path) -> Path:
     """Return the path of a name in a list, which may be from Windows or macOS."""
     path = folder / name
     if path.exists():
         return path
-    name = name.replace("\\", "/")
+    name = os.fspath(name).replace("\\", "/")
     forms = [name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
     return next((folder / form for form in forms if (folder / form).exists()), path)
 
@@ -169,7 +181,9 @@ class Facts(NamedTuple):
 def inspect(path: Path, settings: ImageFileSettings, *, full: bool) -> Facts:
     """Return the facts of a file; never raises for one that cannot be read."""
     try:
-        os.fsencode(path).decode("utf-8")
+        if printable(path) != os.fspath(path):  # lists and the record have names in UTF-8
+            fault = f"{printable(path)}: {EXPECTED_NAME}; rename the file"
+            return Facts(fault=fault, kind="broken")
         with _opened(path, settings) as file:
             facts = Facts(*_displayed_size(file), file.mode, _orientation(file) != 1)
             # the other frames of a camera's MPO are previews
@@ -180,9 +194,6 @@ def inspect(path: Path, settings: ImageFileSettings, *, full: bool) -> Facts:
             read_image(path, "RGB", settings)
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
             facts = facts._replace(digest=digest)
-    except UnicodeDecodeError:
-        fault = f"{printable(path)}: expected a name in UTF-8; rename the file"
-        return Facts(fault=fault, kind="broken")
     except ImageError as error:
         cause = error.__cause__
         if isinstance(cause, FileNotFoundError):

@@ -12,7 +12,7 @@ import pickle
 import pickletools
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,13 @@ def read_file(path: Path) -> Any:
         return readers[path.suffix](path)
     except Exception as error:  # a damaged file can fail in any way
         raise PretrainedError(f"{path} cannot be read as {path.suffix}: {error}") from error
+
+
+def renamed(name: str, patterns: Iterable[tuple[str, Any]]) -> str:
+    """Return a name after replacing each pattern by its replacement, as `re.sub` does."""
+    for pattern, replacement in patterns:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def load(

@@ -13,6 +13,15 @@ LAUNCH = "samestep run -n N before the script"
 DIRECTORY = "--dir DIR; the same command continues from its newest snapshot"
 SNAPSHOTS = "--snapshot-every 10min before the script; evaluations also save"
 
+# of DeepLIIF, without a counterpart
+DEEPLIIF_FLAGS = [
+    *("--input-nc", "--output-nc", "--init-type", "--init-gain", "--upsample", "--preprocess"),
+    *("--label-smoothing", "--direction", "--serial-batches", "--max-dataset-size", "--optimizer"),
+    *("--dataset-mode", "--seg-*", "--mod-only", "--eager-mode", "--color-*", "--btoa", "--debug*"),
+    *("--display-*", "--update-html-freq", "--no-html", "--save-by-iter", "--monitor-image"),
+    *("--load-iter", "--verbose", "--is-train", "--filename-pattern"),
+]
+
 
 class Program(NamedTuple):
     """A program, the page of its replacement, and what each name is here."""
@@ -103,6 +112,10 @@ PROGRAMS = (
         {
             "--config-file": "FILE.yaml, without a flag",
             "--skip-test": "evaluate_every=…",
+            "--ckpt": "--eval --dir DIR of a run, or --pretrained FILE",
+            "--min-image-size": "nothing: there is no demo with a camera",
+            "--show-mask-heatmaps": "nothing: there is no demo with a camera",
+            "PATHS_CATALOG": "data.path, or data.train_annotations and its like",
             "OUTPUT_DIR": DIRECTORY,
             "SOLVER.IMS_PER_BATCH": "batch_size, over all workers as well",
             "SOLVER.BASE_LR": "optimizer.learning_rate",
@@ -137,6 +150,7 @@ PROGRAMS = (
             "MODEL.RPN_ONLY": "nothing: there are no anchors and no proposals",
             "MODEL.ROI_*": "nothing: there are no regions of interest",
             "DTYPE": "precision=bfloat16",
+            "AMP_VERBOSE": "none of the settings",
             "SOLVER.*": "none of the settings",
             "TEST.*": "none of the settings",
             "MODEL.*": "none of the settings",
@@ -192,11 +206,22 @@ PROGRAMS = (
             "--display-id": "samestep watch DIR",
             "--display-port": "samestep watch DIR",
             "--results-dir": "--out DIR, of test.py",
+            "--input-dir": "data.path=DIR of test.py, with the tiles in DIR/val",
+            "--output-dir": "--out DIR, of test.py",
+            "--model-dir": "--dir DIR of a run in test.py, or --pretrained FOLDER in train.py",
+            "--tile-size": "data.load_size=512; test.py takes tiles, and no whole slides",
+            "--filename": "nothing: test.py takes tiles, and no whole slides",
+            "--region-size": "nothing: test.py takes tiles, and no whole slides",
+            "--validation-ratio": "nothing: the strips of prepare-training-data are read",
+            "--pickle-dir": "samestep watch DIR",
+            "--phase": "nothing: train/ and val/ of data.path",
+            "--net-d*": "model.discriminator_layers=4 for n_layers",
             "--remote": "--remote URL before the script",
             "--remote-transfer-cmd": "--transfer module.function before the script",
             "--use-torchrun": LAUNCH,
             "--deterministic": "nothing: every run is deterministic",
             "--model": "nothing: the recipe has one model",
+            **dict.fromkeys(DEEPLIIF_FLAGS, "none of the flags"),
         },
     ),
     Program(
@@ -213,7 +238,14 @@ PROGRAMS = (
             "--env": "game.name=…",
             "--env-step": "updates=…",
             "--train-iter": "updates=…",
-            "--load-path": "--pretrained FILE, an export of this recipe",
+            "--load-path": "--pretrained FILE, also one of DI-engine",
+            "--replay-path": "nothing: evaluations record screens of a game",
+            "-p": "nothing: the recipe has one algorithm, DQN",
+            "--policy": "nothing: the recipe has one algorithm, DQN",
+            "-P": LAUNCH,
+            "--platform": LAUNCH,
+            "-M": LAUNCH,
+            "--module*": LAUNCH,
             "--exp-name": DIRECTORY,
             "exp_name": DIRECTORY,
             "env.env_id": "game.name",

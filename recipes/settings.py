@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import reprlib
 import sys
@@ -16,6 +17,7 @@ from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -30,6 +32,13 @@ RUN_FILE = "run.json"  # in which samestep keeps the id of the run
 ENDINGS = (".yaml", ".yml")
 LARGEST = 2**20  # bytes of a file
 TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
+LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {  # none holds for NaN
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+}
+# what samestep raises for options, directories and data that do not fit
+USER_ERRORS = (ss.ConfigError, ss.DataError, ss.RecordError, ss.SnapshotError)
 _defaults = cache(OmegaConf.structured)  # which compiles every annotation
 
 
@@ -37,16 +46,21 @@ class SettingsError(ValueError):
     """A setting is unknown or has the wrong type, or a settings file cannot be read."""
 
 
-def setting(default: Any, description: str) -> Any:
-    """Define a field with a default and the description that `--help` prints."""
-    return field(default=default, metadata={"description": description})
+def setting(default: Any, description: str, **limits: float) -> Any:
+    """Define a field with a default and the description that `--help` prints.
+
+    `limits` are `least`, `above` and `most` of its number or numbers, which `read` checks.
+    """
+    return field(default=default, metadata={"description": description, **limits})
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """The settings that all recipes share; a recipe's settings extend them."""
 
-    lanes: int | None = setting(None, "slices of a batch, at least one per worker; default: one")
+    lanes: int | None = setting(
+        None, "slices of a batch, at least one per worker; default: one", least=1
+    )
     seed: int = setting(0, "determines all random draws")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
 
@@ -58,16 +72,18 @@ def read(kind: type[S], sources: Iterable[str]) -> S:
         OmegaConf.set_readonly(OmegaConf.select(config, key.rpartition(".")[0]), False)
     for source in sorted(sources, key=lambda source: not source.endswith(ENDINGS)):  # stable
         key, equals, text = source.partition("=")
-        is_file = source.endswith(ENDINGS)
+        is_file = source.endswith(ENDINGS) and key not in types
         if not equals and not is_file:
             expected = f"expected a file that ends in .yaml or key=value, got {source!r}"
             raise SettingsError(replacement(source) or expected)
         for place, name, value in _read_file(Path(source)) if is_file else [("", key, text)]:
             _update(config, types, place, name, value)
     try:
-        return OmegaConf.to_object(config)
+        settings = OmegaConf.to_object(config)
     except Exception as error:  # a value that OmegaConf treats as missing: ???
         raise SettingsError(str(error).partition("\n")[0]) from error
+    _check_limits(settings)
+    return settings
 
 
 def write_settings(directory: Path | None, settings: Any) -> None:
@@ -153,6 +169,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"--local-rank is for launchers, which also set LOCAL_RANK; write {LAUNCH}")
         return flags
 
+    def check_output(self, directory: Path | None) -> None:
+        """Make the directory for results; an error if that is not possible, before the work."""
+        try:
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+                if not os.access(directory, os.W_OK):
+                    raise PermissionError(f"{directory} cannot be written")
+        except OSError as error:
+            self.error(f"{error}; choose a directory for the results with --out DIR")
+
 
 def parser(kind: type, description: str) -> Parser:
     """Make a parser with `settings` and `--dir`, whose `--help` lists every setting of `kind`."""
@@ -196,21 +222,35 @@ def read_arguments(
     if flags.eval and not flags.dir and settings.pretrained is None:
         made.error("--eval needs --dir, the directory of a run, or --pretrained")
     flags.out = flags.out or flags.dir
+    if flags.eval:
+        made.check_output(flags.out)
     return flags, settings
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call the `main` of a script; a `SettingsError` ends the process with its message only.
+    """Call the `main` of a script; a mistake of its user ends the process with its message only.
 
-    So does one that a data set raised while a batch was loaded. The run's record has the traceback.
+    So does a `SettingsError` that a data set raised while a batch was loaded. The run's record has
+    the traceback.
     """
     try:
         main()
-    except (SettingsError, ss.DataError) as error:
-        cause = error if isinstance(error, SettingsError) else error.__cause__
-        if not isinstance(cause, SettingsError):
+    except (SettingsError, *USER_ERRORS) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, SettingsError) else error
+        if isinstance(cause, ss.LoaderError):
             raise
         raise SystemExit(str(cause)) from None
+
+
+def _check_limits(settings: Any) -> None:
+    """Raise `SettingsError` for a number that is out of the limits of its setting."""
+    for key, _, option in _settings_of(type(settings)):
+        value = attrgetter(key)(settings)
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        for name, (words, holds) in LIMITS.items():
+            limit = option.metadata.get(name)
+            if limit is not None and not all(holds(number, limit) for number in numbers):
+                raise SettingsError(f"{key} must be {words} {limit:g}, got {value}")
 
 
 def _settings_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, str, Field[Any]]]:

@@ -29,7 +29,9 @@ class QNetwork(nn.Module):
             layers += [nn.Conv2d(before, after, kernel, stride), nn.ReLU()]
             width = (width - kernel) // stride + 1
         hidden = nn.Linear(channels[-1] * width**2, settings.features)
-        self.encoder = nn.Sequential(*layers, nn.Flatten(), hidden, nn.ReLU())
+        self.encoder = nn.Sequential(*layers, nn.Flatten(), hidden)
+        if settings.hidden_relu:
+            self.encoder.append(nn.ReLU())
         self.advantages = head(settings.features, actions)
         self.value = head(settings.features, 1) if settings.dueling else None
 

@@ -17,17 +17,17 @@ class ModelSettings:
     blocks: tuple[int, ...] = setting((3, 4, 6, 3), "residual blocks per stage; stages halve sizes")
     widths: tuple[int, ...] = setting((256, 512, 1024, 2048), "output channels per stage")
     bottleneck: int = setting(
-        4, "bottleneck ratio: inner channels are width divided by this; 1: basic blocks"
+        4, "bottleneck ratio: inner channels are width divided by this; 1: basic blocks", least=1
     )
-    stem_width: int = setting(64, "channels of the first convolution, which has stride 2")
+    stem_width: int = setting(64, "channels of the first convolution, which has stride 2", least=1)
     stem_pool: bool = setting(True, "max pooling with stride 2 after the first convolution")
     strides: tuple[int, ...] = setting(
         (8, 16, 32, 64, 128), "stride of each level in pixels; doubles per level"
     )
-    width: int = setting(256, "channels of the pyramid and of the heads")
-    tower: int = setting(4, "convolutions of a head before its last one")
+    width: int = setting(256, "channels of the pyramid and of the heads", least=1)
+    tower: int = setting(4, "convolutions of a head before its last one", least=0)
     masks: bool = setting(True, "false: boxes alone; annotations then need no segmentation")
-    mask_width: int = setting(128, "channels of the mask branch")
+    mask_width: int = setting(128, "channels of the mask branch", least=1)
     norm: Literal["group", "frozen"] = setting(
         "group", "of the backbone; frozen: the batch norm of the file `pretrained`, not trained"
     )
@@ -51,16 +51,18 @@ class DataSettings(ImageFileSettings):
     short_sides: tuple[int, ...] = setting(
         (),
         "shorter sides to draw from; the last one is used in evaluation; empty: original size",
+        least=1,
     )
-    longest_side: int = setting(1333, "maximum pixels of the longer side")
-    flip: float = setting(0.5, "fraction of the training images that are mirrored left to right")
+    longest_side: int = setting(1333, "maximum pixels of the longer side", least=1)
+    flip: float = setting(
+        0.5, "fraction of the training images that are mirrored left to right", least=0, most=1
+    )
     mean: tuple[float, ...] = setting(
         (0.485, 0.456, 0.406), "mean of red, green and blue, for pixels in [0, 1]"
     )
     std: tuple[float, ...] = setting(
         (0.229, 0.224, 0.225), "standard deviation of red, green and blue, for pixels in [0, 1]"
     )
-    loader_workers: int = setting(0, "processes that load images, per worker")
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,15 @@ class OptimizerSettings:
     """The optimizer. Learning rate and numbers of steps are given for the reference batch size."""
 
     name: Literal["sgd", "adamw"] = setting("sgd", "SGD with momentum, or AdamW")
-    learning_rate: float = setting(0.01, "peak learning rate")
-    steps: int = setting(90_000, "steps of the schedule")
-    warmup_steps: int = setting(500, "steps of linear growth from a third of the peak")
+    learning_rate: float = setting(0.01, "peak learning rate", above=0)
+    steps: int = setting(90_000, "steps of the schedule", least=1)
+    warmup_steps: int = setting(500, "steps of linear growth from a third of the peak", least=0)
     decay_steps: tuple[int, ...] = setting(
         (60_000, 80_000), "steps at which the learning rate is multiplied by 0.1"
     )
-    reference_batch_size: int = setting(16, "rate and steps are scaled from it (Goyal et al. 2017)")
+    reference_batch_size: int = setting(
+        16, "rate and steps are scaled from it (Goyal et al. 2017)", least=1
+    )
     momentum: float = setting(0.9, "momentum of SGD")
     weight_decay: float = setting(1e-4, "weight decay; not applied to biases, norms and scales")
     clip_norm: float | None = setting(None, "maximum norm of the gradient")
@@ -106,8 +110,10 @@ class OptimizerSettings:
 class Settings(RunSettings):
     """All settings of the recipe."""
 
-    batch_size: int = setting(16, "images per step, over all workers")
-    evaluate_every: int = setting(5_000, "steps between evaluations; the last one is evaluated")
+    batch_size: int = setting(16, "images per step, over all workers", least=1)
+    evaluate_every: int = setting(
+        5_000, "steps between evaluations; the last one is evaluated", least=1
+    )
     pretrained: Path | None = setting(
         None, "initial parameters: a file of an export, or detectron2's R-50 (its backbone)"
     )

@@ -92,12 +92,16 @@ def open_images(
         if settings.path is None and None in paths:
             expected = f"a folder with {part}.json and {part}/ (make_data.py makes one)"
             raise SettingsError(f"data.path must be {expected}, got none")
-        file = paths[0] or settings.path / f"{part}.json"
-        folder = paths[1] or settings.path / part
-        for path, exists in ((file, file.is_file()), (folder, folder.is_dir())):
+        file = listed_path(Path(), paths[0] or settings.path / f"{part}.json")
+        folder = listed_path(Path(), paths[1] or settings.path / part)
+        for path, kind, exists in (
+            (file, "file", file.is_file()),
+            (folder, "folder", folder.is_dir()),
+        ):
             if not exists:
+                got = f"is no {kind}" if path.exists() else "does not exist"
                 expected = "a data set in COCO format (make_data.py makes one)"
-                raise SettingsError(f"{path} does not exist; expected {expected}")
+                raise SettingsError(f"{path} {got}; expected {expected}")
         parts.append(CocoImages(file, folder, settings, training=part == "train", masks=masks))
     first, last = parts[0], parts[-1]
     if first.names != last.names:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from recipes.detect.config import Settings
 from recipes.detect.model import Detector
-from recipes.pretrained import PretrainedError, check_fit, load, read_file, read_parameters
+from recipes.pretrained import (
+    PretrainedError,
+    check_fit,
+    load,
+    read_file,
+    read_parameters,
+    renamed,
+)
 
 MEAN = (0.485, 0.456, 0.406)  # of red, green and blue, for all of these files
 STD = (0.229, 0.224, 0.225)  # of torchvision; the others see pixels from 0 to 255, blue first
@@ -130,8 +137,7 @@ def detectron2_name(name: str) -> str | None:
     short = PREFIX.sub("", name)
     if short.startswith("stem.bn1."):  # of maskrcnn-benchmark
         short = short.removeprefix("stem.")
-    for pattern, replacement in TORCHVISION_NAMES:
-        short = re.sub(pattern, replacement, short)
+    short = renamed(short, TORCHVISION_NAMES)
     if short.endswith("num_batches_tracked"):
         return None
     return short if BLOCK.fullmatch(short) or STEM.fullmatch(short) else None

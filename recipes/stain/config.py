@@ -18,11 +18,11 @@ SIZES = ("tissue", "full")
 class ModelSettings:
     """The sizes of the networks."""
 
-    width: int = setting(64, "features of a generator's first layer")
-    blocks: int = setting(9, "residual blocks of a translation generator")
-    unet_depth: int = setting(9, "how often a segmentation generator halves the image")
-    discriminator_width: int = setting(64, "features of a discriminator's first layer")
-    discriminator_layers: int = setting(4, "how often a discriminator halves the image")
+    width: int = setting(64, "features of a generator's first layer", least=1)
+    blocks: int = setting(9, "residual blocks of a translation generator", least=0)
+    unet_depth: int = setting(9, "how often a segmentation generator halves the image", least=2)
+    discriminator_width: int = setting(64, "features of a discriminator's first layer", least=1)
+    discriminator_layers: int = setting(4, "how often a discriminator halves the image", least=1)
     padding: Literal["zeros", "reflect"] = setting(
         "zeros", "beyond the border of tiles, for all translation layers but those that halve"
     )
@@ -50,7 +50,6 @@ class DataSettings(ImageFileSettings):
     load_size: int = setting(512, "tiles are resized to this height and width, in pixels")
     crop_size: int = setting(512, "training tiles are then randomly cropped to this size")
     flip: bool = setting(True, "flip half of the training tiles horizontally, half vertically")
-    loader_workers: int = setting(0, "processes that load images, per worker")
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,14 @@ class LossSettings:
 class OptimizerSettings:
     """Adam for all generators and for all discriminators, with learning rates per epoch."""
 
-    generator_learning_rate: float = setting(2e-4, "learning rate of Adam for the generators")
+    generator_learning_rate: float = setting(
+        2e-4, "learning rate of Adam for the generators", above=0
+    )
     discriminator_learning_rate: float = setting(
-        2e-4, "learning rate of Adam for the discriminators"
+        2e-4, "learning rate of Adam for the discriminators", above=0
     )
     reference_batch_size: int | None = setting(
-        None, "scale both rates by batch_size / this; none: do not"
+        None, "scale both rates by batch_size / this; none: do not", least=1
     )
     betas: tuple[float, ...] = setting((0.5, 0.999), "betas of Adam, for both")
     policy: Literal["linear", "step", "plateau", "cosine"] = setting(
@@ -92,7 +93,7 @@ class OptimizerSettings:
         "plateau: times 0.2 when held-out L1 does not improve; cosine: half a period, to 0",
     )
     decay_epochs: int | None = setting(None, "linear: epochs of the decay; default: half of all")
-    step_epochs: int = setting(50, "step: epochs between two steps")
+    step_epochs: int = setting(50, "step: epochs between two steps", least=1)
     patience: int = setting(5, "plateau: evaluations without 1% improvement before a step")
     shard: bool = setting(False, "shard the optimizer across workers, which saves time and memory")
 
@@ -107,10 +108,10 @@ class Settings(RunSettings):
     epochs: int = setting(200, "passes over the training tiles")
     batch_size: int = setting(8, "strips per step, over all workers")
     evaluate_every: int = setting(
-        1, "epochs between evaluations; the last one is evaluated as well"
+        1, "epochs between evaluations; the last one is evaluated as well", least=1
     )
     pretrained: Path | None = setting(
-        None, "initial generators: a file of an export, or DeepLIIF's folder with *_net_G1.pth …"
+        None, "initial networks: a file of an export, or DeepLIIF's folder with *_net_G1.pth …"
     )
     shown: int = setting(2, "held-out strips that are drawn at each evaluation")
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -126,7 +127,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
     flags_parser.add_argument("--continue", action="store_true", dest="resume", help=continued)
     size = "the base settings: tissue.yaml, or full.yaml with DeepLIIF's sizes"
     flags_parser.add_argument("--size", choices=SIZES, default=SIZES[0], help=size)
-    pretrained = "initial generators: same as pretrained=FILE"
+    pretrained = "initial networks: same as pretrained=FILE"
     flags_parser.add_argument("--pretrained", metavar="FILE", help=pretrained)
     flags = flags_parser.parse_intermixed_args(arguments)
     base = str(Path(__file__).with_name(f"{flags.size}.yaml"))

@@ -25,6 +25,7 @@ from recipes.image_files import (
     Facts,
     ImageError,
     Listing,
+    data_folder,
     describe_ignored,
     find_images,
     inspect,
@@ -33,6 +34,7 @@ from recipes.image_files import (
 )
 from recipes.stain.config import DataSettings, Settings
 
+LAYOUT = "a folder with strips in train/ and val/ (make_data.py makes one)"
 EXAMINED = 64  # strips of a part that are examined for placeholders
 StripError = ImageError
 
@@ -46,7 +48,7 @@ class Split(NamedTuple):
 
 def open_strips(settings: Settings, check: FileCheck | None = None) -> Split:
     """Open both parts of `data.path`. Raises `ImageError` for a strip that cannot be used."""
-    data, root = settings.data, _root(settings.data)
+    data, root = settings.data, data_folder(settings.data.path, LAYOUT)
     if data.crop_size > data.load_size:
         expected = f"at most data.load_size={data.load_size}"
         raise StripError(f"data.crop_size must be {expected}, got {data.crop_size}")
@@ -88,19 +90,12 @@ def open_held_out(settings: Settings, check: FileCheck | None = None) -> Strips:
     Raises `ImageError` for a file that cannot be used.
     """
     data = settings.data
-    listing = _find_strips(_root(data) / "val")
+    listing = _find_strips(data_folder(data.path, LAYOUT) / "val")
     first = inspect(listing.files[0], data, full=False)
     square = first.width == first.height > 0
     tiles = ("IHC",) if square else ("IHC", *settings.modalities, "Seg")
     paths = _usable({"val": listing}, tiles, data, check or FileCheck(data))
     return Strips(paths["val"], tiles, data, augment=False)
-
-
-def _root(settings: DataSettings) -> Path:
-    if settings.path is None:
-        expected = "a folder with strips in train/ and val/ (make_data.py makes one)"
-        raise StripError(f"data.path must be {expected}, got none")
-    return settings.path
 
 
 def _find_strips(folder: Path) -> Listing:

@@ -21,11 +21,6 @@ INIT_STD = 0.02
 SLOPE = 0.2  # of leaky rectifiers
 MOST_WIDTHS = 8  # of U-Nets' and discriminators' widest layer, in widths of the first
 SEG_WEIGHTS_OF_FOUR = (0.25, 0.15, 0.25, 0.1, 0.25)
-LEAST_SIZES = {
-    **dict.fromkeys(("width", "discriminator_width", "discriminator_layers"), 1),
-    "blocks": 0,
-    "unet_depth": 2,
-}
 
 
 class Networks(nn.Module):
@@ -257,10 +252,6 @@ def weights_for(
 def check_sizes(settings: Settings) -> None:
     """Raise `SettingsError` if the networks do not support tiles of the configured sizes."""
     model = settings.model
-    for name, least in LEAST_SIZES.items():
-        if getattr(model, name) < least:
-            got = getattr(model, name)
-            raise SettingsError(f"model.{name} must be at least {least}, got {got}")
     # a ResNet halves twice
     unit, patch = max(4, 2**model.unet_depth), 3 * 2**model.discriminator_layers
     for name in ("load_size", "crop_size"):

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     strips = open_strips(settings, FileCheck(settings.data, flags.dir, say=print))
     networks = Networks(settings)
     if settings.pretrained is not None:
-        print(load_pretrained(networks.generators, settings))
+        print(load_pretrained(networks, settings))
     networks = networks.to(device())
     return train(flags, settings, networks, strips)
 

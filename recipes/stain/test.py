@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     if flags.dir is None:
         flags_parser.error("--dir is required: the directory of a run")
     settings = read(Settings, [run_settings(flags.dir), *flags.settings])
+    flags_parser.check_output(flags.out or flags.dir)
     with ss.init(
         dir=flags.dir,
         read_only=True,

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         strips = open_strips(settings, FileCheck(settings.data, flags.dir, run))
         networks = Networks(settings)
         if settings.pretrained is not None and run.step == 0:  # a resumed run has its own
-            run.print(load_pretrained(networks.generators, settings))
+            run.print(load_pretrained(networks, settings))
         networks = run.replicate(networks)
         return train(run, settings, networks, strips)
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from recipes.image_files import ImageFileSettings
 from recipes.settings import RunSettings, setting
+from recipes.vit.randaugment import STRONGEST
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,11 @@ class ModelSettings:
     """The model: a named size, and numbers that override parts of it."""
 
     size: Literal["tiny", "small", "base", "large"] = setting("base", "sets width, depth and heads")
-    width: int | None = setting(None, "features of a token; default: from size")
-    depth: int | None = setting(None, "number of blocks; default: from size")
-    heads: int | None = setting(None, "attention heads per block; default: from size")
-    image_size: int = setting(224, "height and width of an image, in pixels")
-    patch_size: int = setting(16, "height and width of a patch, in pixels")
+    width: int | None = setting(None, "features of a token; default: from size", least=1)
+    depth: int | None = setting(None, "number of blocks; default: from size", least=1)
+    heads: int | None = setting(None, "attention heads per block; default: from size", least=1)
+    image_size: int = setting(224, "height and width of an image, in pixels", least=1)
+    patch_size: int = setting(16, "height and width of a patch, in pixels", least=1)
     channels: int = setting(3, "1 for gray images, 3 for color")
     classes: int = setting(1000, "number of classes")
     mlp_ratio: float = setting(4.0, "hidden features of an MLP, as a multiple of the width")
@@ -42,15 +43,21 @@ class DataSettings(ImageFileSettings):
     )
     augment: bool = setting(True, "random crops and flips (digits: shifts, rotations, scalings)")
     randaugment: float = setting(
-        0.0, "folder: strength, 0 (off) to 10, of two random operations (Cubuk et al. 2020)"
+        0.0,
+        "folder: strength, 0 (off) to 10, of two random operations (Cubuk et al. 2020)",
+        least=0,
+        most=STRONGEST,
     )
-    crop_least: float = setting(0.08, "smallest fraction of an image's area in a random crop")
-    center_crop: float = setting(0.875, "fraction of a side that an evaluation crop covers")
+    crop_least: float = setting(
+        0.08, "smallest fraction of an image's area in a random crop", above=0, most=1
+    )
+    center_crop: float = setting(
+        0.875, "fraction of a side that an evaluation crop covers", above=0, most=1
+    )
     mean: tuple[float, ...] = setting((0.5, 0.5, 0.5), "mean per channel, for pixels in [0, 1]")
     std: tuple[float, ...] = setting(
         (0.5, 0.5, 0.5), "standard deviation per channel, for pixels in [0, 1]"
     )
-    loader_workers: int = setting(0, "processes that load images, per worker")
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,11 @@ class OptimizerSettings:
     """The optimizer. Learning rates are given for the reference batch size."""
 
     name: Literal["adamw", "sgd"] = setting("adamw", "AdamW, or SGD with momentum")
-    learning_rate: float = setting(1e-3, "peak learning rate, at the reference batch size")
+    learning_rate: float = setting(1e-3, "peak learning rate, at the reference batch size", above=0)
     reference_batch_size: int | None = setting(
-        None, "scale rates by batch_size / this; none: do not"
+        None, "scale rates by batch_size / this; none: do not", least=1
     )
-    warmup_epochs: float = setting(5.0, "epochs of linear growth from 0 to the peak")
+    warmup_epochs: float = setting(5.0, "epochs of linear growth from 0 to the peak", least=0)
     final_learning_rate: float = setting(0.0, "end of the cosine, at the reference batch size")
     weight_decay: float = setting(
         0.05, "weight decay; not applied to biases, norms, class token and position embedding"
@@ -93,10 +100,10 @@ class Settings(RunSettings):
         None, "decay of a moving average of the parameters (EMA), which is evaluated as well"
     )
     evaluate_every: int = setting(
-        1, "epochs between evaluations; the last one is evaluated as well"
+        1, "epochs between evaluations; the last one is evaluated as well", least=1
     )
     evaluate_batch_size: int | None = setting(
-        None, "images that a worker evaluates at once (default: batch_size)"
+        None, "images that a worker evaluates at once (default: batch_size)", least=1
     )
     pretrained: Path | None = setting(None, "initial parameters: .safetensors, .pth, .pdparams, …")
     model: ModelSettings = field(default_factory=ModelSettings)

@@ -28,6 +28,7 @@ from recipes.file_check import FileCheck, describe_counts
 from recipes.image_files import (
     ImageError,
     composed,
+    data_folder,
     describe_ignored,
     find_images,
     listed_path,
@@ -35,7 +36,7 @@ from recipes.image_files import (
     read_text,
 )
 from recipes.vit.config import DataSettings, ModelSettings
-from recipes.vit.randaugment import STRONGEST, randaugment
+from recipes.vit.randaugment import randaugment
 
 MODES = {1: "L", 3: "RGB"}
 LINE = re.compile(r"\s*(.+?)[\s,;]+(\d+)\s*")  # PATH CLASS, also with tabs or commas
@@ -67,8 +68,6 @@ def open_images(
         raise ImageError(
             f"data.mean and data.std must have {expected}, got {data.mean}, {data.std}"
         )
-    if not 0 <= data.randaugment <= STRONGEST:
-        raise ImageError(f"data.randaugment must be 0 to {STRONGEST:g}, got {data.randaugment:g}")
     open_source = {
         "digits": _digits,
         "fashion-mnist": _fashion_mnist,
@@ -111,7 +110,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def _folder(data: DataSettings, model: ModelSettings, *, train: bool, check: FileCheck) -> Split:
-    root, parts = _checked_path(data), ("train", "val") if train else ("val",)
+    expected = (
+        "a folder with train/CLASS/* and val/CLASS/*, or with train_list.txt and val_list.txt"
+    )
+    root, parts = data_folder(data.path, expected), ("train", "val") if train else ("val",)
     if (root / "val_list.txt").exists():
         classes, names = model.classes, data.class_names
         items = {part: _listed_items(root, classes, part) for part in parts}
@@ -318,7 +320,7 @@ def _digits(data: DataSettings, model: ModelSettings) -> Split:
 
 
 def _fashion_mnist(data: DataSettings, model: ModelSettings) -> Split:
-    root = _checked_path(data)
+    root = data_folder(data.path, "the folder of Fashion-MNIST's four .gz files")
     train, test = (
         (
             read_idx(root / f"{part}-images-idx3-ubyte.gz")[:, None] / 255,
@@ -361,9 +363,3 @@ def read_idx(path: Path) -> Tensor:
     if (zeros, kind) != (0, 8):
         raise ImageError(f"{path}: expected IDX type 8 (unsigned bytes), got {kind}")
     return torch.from_numpy(pixels.copy())
-
-
-def _checked_path(data: DataSettings) -> Path:
-    if data.path is None:
-        raise ImageError(f"data.source={data.source} needs data.path")
-    return data.path

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.settings import SettingsError
 from recipes.vit.config import ModelSettings
 
 NORM_EPSILON = 1e-6
@@ -48,12 +49,12 @@ class VisionTransformer(nn.Module):
             settings.heads or size.heads,
         )
         if settings.image_size % settings.patch_size:
-            raise ValueError(
+            raise SettingsError(
                 f"model.image_size must be a multiple of model.patch_size ({settings.patch_size}), "
                 f"got {settings.image_size}"
             )
         if width % heads:
-            raise ValueError(
+            raise SettingsError(
                 f"model.width must be a multiple of model.heads ({heads}), got {width}"
             )
         patches = (settings.image_size // settings.patch_size) ** 2

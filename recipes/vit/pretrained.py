@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import pretrained
-from recipes.pretrained import PretrainedError, load
+from recipes.pretrained import PretrainedError, load, renamed
 
 POSITIONS = "pos_embed"
 PADDLE_NAMES = (  # in both generations of PaddleViT's ViT
-    (r"patch_embedding\.patch_embedding\.", "patch_embed.proj."),
-    (r"(patch_embedding\.)?position_embeddings?$", POSITIONS),
-    (r"(patch_embedding\.)?cls_token$", "cls_token"),
-    (r"encoder\.layers\.", "blocks."),
-    (r"encoder\.encoder_norm\.", "norm."),
-    (r"(blocks\.\d+)\.attn_norm\.", r"\1.norm1."),
-    (r"(blocks\.\d+)\.mlp_norm\.", r"\1.norm2."),
-    (r"(blocks\.\d+\.attn)\.out\.", r"\1.proj."),
-    (r"classifier\.", "head."),
+    (r"^patch_embedding\.patch_embedding\.", "patch_embed.proj."),
+    (r"^(patch_embedding\.)?position_embeddings?$", POSITIONS),
+    (r"^(patch_embedding\.)?cls_token$", "cls_token"),
+    (r"^encoder\.layers\.", "blocks."),
+    (r"^encoder\.encoder_norm\.", "norm."),
+    (r"^(blocks\.\d+)\.attn_norm\.", r"\1.norm1."),
+    (r"^(blocks\.\d+)\.mlp_norm\.", r"\1.norm2."),
+    (r"^(blocks\.\d+\.attn)\.out\.", r"\1.proj."),
+    (r"^classifier\.", "head."),
 )
 
 
@@ -69,10 +68,7 @@ def resized_positions(positions: Tensor, tokens: int) -> Tensor:
 
 def _from_paddle(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return Paddle's parameters with timm's names and linear weights transposed."""
-    named = {}
-    for name, tensor in content.items():
-        new_name = name
-        for pattern, replacement in PADDLE_NAMES:
-            new_name = re.sub(f"^{pattern}", replacement, new_name)
-        named[new_name] = tensor.T.contiguous() if tensor.ndim == 2 else tensor
-    return named
+    return {
+        renamed(name, PADDLE_NAMES): tensor.T.contiguous() if tensor.ndim == 2 else tensor
+        for name, tensor in content.items()
+    }

@@ -82,12 +82,19 @@ def test_broken_files_are_left_out_up_to_a_limit_and_recorded(files, tmp_path):
     reason, path = listed.splitlines()
     assert (reason[:2], path) == ("# ", str(files["train"][1]))
 
-    with pytest.raises(ImageError, match=r"train: more than data\.broken_limit=0\.3 of the files"):
+    with pytest.raises(
+        ImageError, match=r"train: 1 of 3 files are broken, more than data\.broken_l"
+    ):
         skip(files, tmp_path, broken_limit=0.3)
 
-    (tmp_path / "list").write_text(f"\ufeff# known\n\n{files['train'][1]}\r\n", encoding="utf-8")
+    listed = f"\ufeff# known\n\n{files['train'][1]}\r\nother.png\n"
+    (tmp_path / "list").write_text(listed, encoding="utf-8")
     usable, lines = skip(files, tmp_path, leave_out=tmp_path / "list")
-    assert (usable["train"], lines) == ([0, 2], [])
+    assert usable["train"] == [0, 2]
+    assert lines == [
+        "train: data.leave_out lists 1 of 3 files",
+        "data.leave_out: 1 of 2 names are not found in ., first: other.png",
+    ]
     assert not (tmp_path / LEFT_OUT_FILE).exists()  # nothing more
 
 
@@ -116,6 +123,14 @@ def test_the_next_start_reads_only_what_changed(files, tmp_path, monkeypatch):
     paint(files["train"][0], size=(7, 7))
     os.utime(files["train"][2], ns=(0, 0))
     assert (reads(), reads(most_pixels=10**6)) == (2, 6)
+    before = files["val"][1].stat()
+    other = paint(tmp_path / "other.png", seed=1)  # of the same size
+    other.write_bytes(other.read_bytes().ljust(before.st_size, b"\0")[: before.st_size])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(files["val"][1])
+    after = files["val"][1].stat()
+    assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    assert reads(most_pixels=10**6) == 1
     for content in ("", "[]", json.dumps({"key": FileCheck(ImageFileSettings())._key()})):
         (tmp_path / CACHE_FILE).write_text(content)
         assert (reads(), reads()) == (6, 0)
@@ -173,6 +188,13 @@ def test_workers_share_the_files_and_agree(files, tmp_path, monkeypatch):
     assert kept[0] == kept[1]
 
 
+def test_what_cannot_be_kept_is_said(files, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    lines = []
+    FileCheck(ImageFileSettings(), tmp_path / "taken", say=lines.append).usable(files)
+    assert lines[0].startswith(f"{CACHE_FILE} was not written: ")
+
+
 # The command
 
 
@@ -195,7 +217,18 @@ def test_the_command_prints_all_faults_and_writes_them(tmp_path, capsys):
     ]
     listed = (tmp_path / "list").read_text().splitlines()
     assert listed[1::2] == ["train/cat/0.png", "val/cat/1.png"]
+    with pytest.raises(SystemExit):
+        check.main([*arguments, "--write", str(tmp_path / "nowhere" / "list")])
+    assert "--write: [Errno 2] No such file" in capsys.readouterr().err
     check.main([*arguments, f"data.leave_out={tmp_path / 'list'}"])
+    assert capsys.readouterr().out.splitlines()[-1] == "files that cannot be used: 0"
+
+
+def test_the_command_reads_all_files_of_a_data_set_that_does_not_fit_its_settings(tmp_path, capsys):
+    for part in ("train", "val"):
+        paint(tmp_path / part / "cat" / "0.png")
+    with pytest.raises(SettingsError, match=r"model\.classes must be 1 for folder, got 1000"):
+        check.main(["vit", f"data.path={tmp_path}"])
     assert capsys.readouterr().out.splitlines()[-1] == "files that cannot be used: 0"
 
 

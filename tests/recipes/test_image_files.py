@@ -14,13 +14,13 @@ from recipes.image_files import (
     TURNS,
     ImageError,
     ImageFileSettings,
+    data_folder,
     find_images,
     inspect,
     listed_path,
     read_image,
     read_text,
 )
-from recipes.settings import SettingsError
 
 PLAIN = ImageFileSettings()
 GRAY = np.arange(12, dtype=np.uint16).reshape(3, 4)  # [height, width]
@@ -54,8 +54,6 @@ def test_12_bits_in_16_are_scaled_by_12(tmp_path):
     message = r"expected pixels from 0 to 1023 \(data\.bits=10\), got 0 to 4095"
     with pytest.raises(ImageError, match=message):
         read_image(path, "L", ImageFileSettings(bits=10))
-    with pytest.raises(SettingsError, match=r"data\.bits must be 8 to 16, got 4"):
-        ImageFileSettings(bits=4)
 
 
 def test_16_bits_with_white_as_0_are_inverted(tmp_path):
@@ -205,9 +203,11 @@ def test_names_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / os.fsdecode(b"\xe9.png")
     save(path, GRAY.astype(np.uint8))
     fault = inspect(path, PLAIN, full=False).fault
-    assert fault == f"{tmp_path}/\\xe9.png: expected a name in UTF-8; rename the file"
+    assert fault == f"{tmp_path}/\\xe9.png: expected a name in UTF-8, of one line; rename the file"
     (tmp_path / os.fsdecode(b"\xe9")).mkdir()
-    with pytest.raises(ImageError, match=r"\\xe9: expected a name in UTF-8; rename the folder"):
+    with pytest.raises(
+        ImageError, match=r"\\xe9: expected a name in UTF-8, of one line; rename the folder"
+    ):
         find_images(tmp_path)
 
 
@@ -218,3 +218,21 @@ def test_text_may_have_a_byte_order_mark_and_must_be_utf8(tmp_path):
     file.write_text("a.png 0", encoding="utf-16")
     with pytest.raises(ImageError, match=r"list\.txt cannot be read as UTF-8 text"):
         read_text(file)
+
+
+def test_a_data_folder_may_be_in_the_other_form_of_unicode(tmp_path):
+    composed, decomposed = (tmp_path / form for form in ("caf\u00e9", "cafe\u0301"))
+    decomposed.mkdir()
+    assert data_folder(composed, "a folder") == decomposed
+    with pytest.raises(ImageError, match=r"data\.path must be a folder, got \S+/b, which does not"):
+        data_folder(tmp_path / "b", "a folder")
+    other = tmp_path / os.fsdecode(b"caf\xe9")
+    other.mkdir()
+    with pytest.raises(ImageError, match=r"/caf\\xe9: expected a name in UTF-8, .*rename the fold"):
+        data_folder(other, "a folder")
+
+
+def test_a_name_of_two_lines_has_a_fault(tmp_path):
+    path = save(tmp_path / "a\nb.png", GRAY)
+    fault = inspect(path, PLAIN, full=False).fault
+    assert fault == f"{tmp_path}/a\\nb.png: expected a name in UTF-8, of one line; rename the file"

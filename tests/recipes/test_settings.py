@@ -24,7 +24,7 @@ from recipes.settings import (
 )
 from recipes.stain.data import StripError
 from recipes.vit.data import ImageError
-from samestep.errors import LoaderError
+from samestep.errors import ConfigError, DataError, LoaderError, RecordError, SnapshotError
 
 
 @dataclass(frozen=True)
@@ -277,6 +277,20 @@ def test_an_empty_file_changes_nothing(tmp_path):
     assert read(Outer, [str(tmp_path / "empty.yaml")]) == Outer()
 
 
+def test_results_need_a_directory_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        parser(Outer, "").check_output(tmp_path / "file")
+    assert "File exists: " in (said := capsys.readouterr().err)
+    assert "choose a directory for the results with --out DIR" in said
+    parser(Outer, "").check_output(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_setting_may_be_a_settings_file(tmp_path):
+    assert read(Outer, [f"folder={tmp_path / 'a.yaml'}"]).folder == tmp_path / "a.yaml"
+
+
 def test_help_lists_every_setting_with_default_type_and_description():
     help_text = parser(Outer, "A test.").format_help()
 
@@ -331,6 +345,36 @@ def test_an_error_of_a_data_set_keeps_its_traceback_unless_it_is_of_the_data():
         run_script(lambda: fail(ImageError("a.png cannot be read")))
     with pytest.raises(LoaderError):
         run_script(lambda: fail(KeyError("a")))
+
+
+@pytest.mark.parametrize("error", [ConfigError, DataError, RecordError, SnapshotError])
+def test_what_samestep_refuses_of_its_user_is_one_line(error):
+    def fail():
+        raise error("lanes must be at least 1, got 0")
+
+    with pytest.raises(SystemExit, match=r"^lanes must be at least 1, got 0$"):
+        run_script(fail)
+
+
+@dataclass(frozen=True)
+class Limited:
+    parts: tuple[int, ...] = setting((1, 2), "numbers", least=1)
+    rate: float | None = setting(None, "a rate", above=0, most=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parts=[3, 0]", r"parts must be at least 1, got \(3, 0\)"),
+        ("rate=0", r"rate must be above 0, got 0\.0"),
+        ("rate=1.5", r"rate must be at most 1, got 1\.5"),
+        ("rate=.nan", "rate must be above 0, got nan"),
+    ],
+)
+def test_numbers_have_limits(text, message):
+    assert read(Limited, ["parts=[]", "rate=1"]) == Limited(parts=(), rate=1.0)
+    with pytest.raises(SettingsError, match=f"^{message}$"):
+        read(Limited, [text])
 
 
 def test_a_wrong_setting_ends_a_script_with_its_message_only():

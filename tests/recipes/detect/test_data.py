@@ -288,6 +288,8 @@ def test_missing_data_is_named(tmp_path):
     write(tmp_path)
     with pytest.raises(SettingsError, match=f"{tmp_path}/val.json does not exist"):
         open_images(DataSettings(path=tmp_path))
+    with pytest.raises(SettingsError, match=f"{tmp_path}/train is no file"):
+        open_images(DataSettings(path=tmp_path, train_annotations=tmp_path / "train"))
 
 
 def test_paths_of_their_own_stand_for_the_folder(tmp_path):

@@ -156,10 +156,6 @@ def test_weights_start_as_in_pix2pix():
             r"data\.crop_size must be at most data\.load_size \(16\), got 24",
         ),
         (
-            {"model": replace(MODEL, unet_depth=1)},
-            r"model\.unet_depth must be at least 2, got 1",
-        ),
-        (
             {"model": replace(MODEL, seg_weights=(1.0, 0.0))},
             r"model\.seg_weights must be 3 numbers, .*, got \[1\.0, 0\.0\]",
         ),

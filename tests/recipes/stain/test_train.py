@@ -347,7 +347,7 @@ def test_only_the_main_worker_writes(data, tmp_path):
     names = {re.sub(r"\.\d+\.tmp$", "", name) for name in first}  # written atomically
     assert {name for name in names if not name.startswith("step-")} == {
         SETTINGS_FILE,
-        f"{CACHE_FILE}.part",
+        f".{CACHE_FILE}",
         ".run.json",
         "events.jsonl",
         "run.lock",

@@ -268,7 +268,7 @@ def test_an_idx_file_of_another_type_is_named(tmp_path):
             replace(DIGITS_MODEL, channels=2),
             "model.channels must be 1 (gray) or 3 (color), got 2",
         ),
-        (DataSettings(), FOLDER_MODEL, "data.source=folder needs data.path"),
+        (DataSettings(), FOLDER_MODEL, "data.path must be a folder with train/CLASS/* and val"),
     ],
 )
 def test_settings_that_do_not_fit_the_images_are_named(data, model, message):
@@ -369,8 +369,6 @@ def test_training_images_of_a_folder_are_augmented(folder):
         return open_images(data, FOLDER_MODEL).train[1][0]
 
     assert not torch.equal(drawn(9.0), drawn(0.0))
-    with pytest.raises(ImageError, match=r"data\.randaugment must be 0 to 10, got 11"):
-        drawn(11.0)
 
 
 def test_a_folder_without_images_is_named(tmp_path):
