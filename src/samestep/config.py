@@ -122,6 +122,11 @@ class Config:
         True, "show step, loss, speed and time left on rank 0's terminal, if it prints nothing else"
     )
     deterministic: bool = option(True, "use deterministic torch kernels")
+    graphs: str = option(
+        "off",
+        "whether GPUs compute lanes as CUDA graphs: off, auto (where that gives the same bits), or "
+        "on (an error where it does not)",
+    )
     process_group: bool = option(
         False,
         "make torch.distributed's default process group for libraries that use it (default: only "
@@ -148,6 +153,16 @@ class Config:
         self._check_choice("device", "auto", "cpu", "cuda")
         self._check_choice("nonfinite_loss", "stop", "skip", "continue")
         self.skipped_steps  # noqa: B018  also reported here
+        self._check_choice("graphs", "auto", "on", "off")
+        if self.graphs == "on" and not self.deterministic:
+            raise ConfigError(
+                'graphs="on" requires deterministic=True, because lanes are compared bit by bit'
+            )
+        if self.graphs != "off" and self.recheck_every is not None:
+            raise ConfigError(
+                f"graphs={self.graphs!r} and recheck_every={self.recheck_every} do not go together:"
+                " a lane that is checked is computed from Python; leave out one of them"
+            )
         if self.seed >= 2**63:
             raise _error("seed", "at most 2**63 - 1", self.seed)
         self._check_devices()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from samestep.step.graph_choice import NOTES, REFUSALS
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
@@ -18,3 +19,14 @@ def test_tests_that_the_page_names_exist():
         tree = ast.parse((ROOT / "tests" / "gpu" / file).read_text())
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert {name for other, name in NAMED if other == file} - functions == set()
+
+
+def test_each_reason_for_eager_lanes_is_on_the_page():
+    section = PAGE.partition("### What a lane may not do")[2].partition("Without a line")[0]
+    rows = re.findall(r"\| (`.*) \|\n", section)  # their last cells
+    assert len(rows) == len(NOTES | REFUSALS)
+    for text in (NOTES | REFUSALS).values():
+        clauses = [clause.strip(" ,") for clause in re.split(r"\{.*?\}|[;:.]", text)]
+        clause = next(clause for clause in clauses if len(clause) > 14)
+        clause = next(part for part in clause.split(", so that") if part)
+        assert any(clause in row for row in rows), clause

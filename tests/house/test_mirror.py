@@ -37,6 +37,8 @@ ELSEWHERE = {
     "snapshot/manifest.py": "snapshot/test_part.py",
     "snapshot/memory_slot.py": "snapshot/test_in_memory.py",
     "step/buffer_rules.py": "step/test_buffers.py",
+    "step/graph_choice.py": "gpu/test_lane_graph.py",
+    "step/lane_graph.py": "gpu/test_lane_graph.py",
     "step/lane_pass.py": "step/test_lane_engine.py",
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/scale/report.py": "tools/scale/test_study.py",

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import samestep as ss
 from samestep.step.deterministic import KERNELS, replaced_kernels
+from tests.jobs import classify, images
 from tests.step.test_deterministic import CASES, results
 
 pytestmark = pytest.mark.gpu
@@ -175,3 +176,40 @@ def test_every_replaced_operation_is_tested():
     assert {kernel for kernels, *_ in CASES.values() for kernel in kernels} >= {
         name for name in KERNELS if not name.endswith(".Tensor")
     }
+
+
+def trained(graphs, device):
+    """Train with four lanes; return the parameters and buffers, and the losses."""
+    with ss.init(lanes=4, device=device, graphs=graphs, timeout=60) as run:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten()]
+        model = run.replicate(nn.Sequential(*layers, nn.Linear(288, 10)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        losses = []
+        for batch in run.batches(images(64), 16, steps=20):
+            losses.append(run.backward(classify, model, batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*(value.cpu() for value in model.state_dict().values()), torch.tensor(losses)]
+
+
+def test_lanes_as_graphs_have_the_bits_of_eager_lanes(device):
+    if device == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    # "on" is an error if lanes are eager
+    for graphed, eager in zip(trained("on", device), trained("off", device), strict=True):
+        assert torch.equal(graphed, eager)
+
+
+@pytest.mark.parametrize("job", ["vision", "text"])
+def test_jobs_have_the_same_bits_with_graphs(job, device, tmp_path):
+    prints = [
+        fingerprint(
+            samestep(
+                "run", "-n", "1", "--graphs", graphs, "--dir", tmp_path / graphs,
+                JOB, job, "--device", device, directory=tmp_path,
+            )
+        )
+        for graphs in ("off", "auto")
+    ]  # fmt: skip
+    assert prints[0] == prints[1]

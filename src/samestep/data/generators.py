@@ -343,7 +343,7 @@ def own_dict(value: Any) -> dict[str, Any]:
 def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
     """Yield what a function of the user, not of a package, can reach."""
     code = function.__code__
-    if code.co_filename.startswith(INSTALLED) or "-packages" in code.co_filename:
+    if _is_of_package(code):
         return
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if free != "__class__":
@@ -352,6 +352,29 @@ def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
         if getattr(function, attribute):
             yield Reference(f"{name}.{attribute}", getattr, function, attribute)
     yield from _global_parts(code, function.__globals__)
+
+
+def global_references(name: str, value: Any) -> Iterator[Reference]:
+    """Yield references to globals, also numbers, that functions of an object of the user read."""
+    members = [value] if isinstance(value, FunctionType) else []
+    if type(value).__module__.partition(".")[0] not in _OPAQUE:
+        members += [member for kind in type(value).__mro__ for member in vars(kind).values()]
+    for member in members:
+        if isinstance(member, FunctionType) and not _is_of_package(member.__code__):
+            yield from _all_globals(member.__code__, member.__globals__, name)
+
+
+def _all_globals(code: CodeType, names: dict[str, Any], owner: str) -> Iterator[Reference]:
+    for name in code.co_names:
+        if name in names:
+            yield Reference(f"{owner}: {name}", getitem, names, name)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _all_globals(constant, names, owner)
+
+
+def _is_of_package(code: CodeType) -> bool:
+    return code.co_filename.startswith(INSTALLED) or "-packages" in code.co_filename
 
 
 def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Reference]:

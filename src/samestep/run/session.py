@@ -69,6 +69,7 @@ from samestep.snapshot.resume import (
     load_newest,
 )
 from samestep.step.deterministic import replaced_kernels
+from samestep.step.graph_choice import LaneGraphs
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import unobserved
 
@@ -275,12 +276,33 @@ class Session:
             self.devices,
             observe,
             keeps_gradients=self.replay is not None,
+            graphs=self._make_graphs(),
         )
         self._exits.callback(engine.close)
         # of all optimizers, tracked or not
         hook = register_optimizer_step_pre_hook(engine.optimizers.before_step)
         self._exits.callback(hook.remove)
         return engine
+
+    def _make_graphs(self) -> LaneGraphs | None:
+        """Return the CUDA graphs of lanes, None without them."""
+        config, on_cuda = self.config, self.devices[0].type == "cuda"
+        if config.graphs == "on" and not on_cuda:
+            raise ConfigError(
+                'graphs="on" requires GPUs, but the devices are CPUs; use graphs="auto"'
+            )
+        if config.graphs == "off" or not on_cuda or self.replay is not None:
+            return None  # `samestep replay` looks into each lane
+        level = logging.WARNING if config.graphs == "on" else logging.INFO
+
+        def say(text: str) -> None:
+            if self._process.rank == 0:
+                announce(text, level)
+
+        if not config.deterministic:
+            say('graphs="auto" has no effect with deterministic=False, which lanes need to compare')
+            return None
+        return LaneGraphs(is_required=config.graphs == "on", say=say)
 
     def _follow(
         self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]

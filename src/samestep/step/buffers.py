@@ -169,13 +169,29 @@ class Buffers:
 
     def end_forward(self, lane: int, device: int, copy: Copy) -> None:
         """Note what a lane's forward pass wrote on a GPU; `copy` begins to copy to the host."""
+        self.note_changes(lane, device, self.changed_by_forward(device), copy)
+
+    def changed_by_forward(self, device: int) -> list[Tensor]:
+        """Return how much forward wrote on device number `device`: int64 [buffers] per group."""
         starts, groups = self._starts[device][1], self._groups_on(device)
         current = self._unresized(starts) if groups else []
-        self._by_forward = [
-            group.changed(group.joined(starts), group.joined(current)) for group in groups
-        ]
-        for group, flags in zip(groups, copy(self._by_forward), strict=True):
+        return [group.changed(group.joined(starts), group.joined(current)) for group in groups]
+
+    def note_changes(self, lane: int, device: int, changes: Sequence[Tensor], copy: Copy) -> None:
+        """Note a lane's result of `changed_by_forward`, which a graph may have computed."""
+        self._by_forward = list(changes)
+        for group, flags in zip(self._groups_on(device), copy(changes), strict=True):
             self._flags.append((lane, group.numbers, flags))
+
+    def rewind(self, device: int, lane: int) -> None:
+        """Return to the values at the start of the step on a device, as if no lane had begun."""
+        self._flags = [entry for entry in self._flags if entry[0] != lane]
+        if starts := self._starts[device][1]:
+            foreach_copy_(self._unresized(starts), starts)
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Return names, and the current values on the device that computes now."""
+        return [(home.path, home.registry[home.name].detach()) for home in self._homes]
 
     def end_lane(self, lane: int, device: int = 0) -> None:
         """Save the values that a lane wrote on device number `device`; restore the start values.

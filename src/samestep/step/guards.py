@@ -89,6 +89,10 @@ class ManualGradients:
                 self._names[id(parameter)] = f"{name!r} of {type(module).__name__}"
                 self._parameters.append(parameter)
 
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, for messages."""
+        return self._names.get(id(parameter), "a parameter")
+
     def unwatch(self, parameters: Iterable[Tensor]) -> None:
         """Stop watching parameters of a sharded optimizer, which a `GradientSeal` watches."""
         ids = set(map(id, parameters))
@@ -195,7 +199,7 @@ class ManualGradients:
     def _refuse_gradients(self, parameters: Parameters, lane: int) -> None:
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.any():
-                name = self._names.get(id(parameter), "a parameter")
+                name = self.name_of(parameter)
                 raise LossError(
                     f"the loss function must return the loss, but in lane {lane} it called"
                     f" backward() itself and left a gradient of {name}: return the sum of the"

@@ -22,6 +22,7 @@ from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
+from samestep.step.graph_choice import LaneGraphs
 from samestep.step.guards import (
     MetricGuard,
     ModelGuard,
@@ -137,6 +138,8 @@ class LaneEngine(LaneContext):
         self.manual.close()
         for overlap in self._overlaps.values():
             overlap.close()
+        if self.graphs is not None:
+            self.graphs.close()
 
     def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
         """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
@@ -208,6 +211,8 @@ class LaneEngine(LaneContext):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             check = None if self._recheck is None else self._recheck.begin(lane_pass)
+            if self.graphs is not None:
+                self._begin_graphs(self.graphs, loss, seed[0])
             begun = self.gpu_clock.mark()
             with self.manual.lanes(), self._watched(loss, seed[0]):
                 # [subtrees, parameters], each a tensor or None
@@ -232,18 +237,7 @@ class LaneEngine(LaneContext):
             if check is not None:
                 check.compare([report["recheck"] for report in reports])
             check_divisors([entry for report in reports for entry in report["divisors"]])
-            skipped = None
-            # a batch that the user leaves out may have any loss
-            left_out = self.config.skip_batches is not None and any(
-                seed[0] in steps for steps in self.config.skipped_steps
-            )
-            if left_out:
-                skipped = f"step {seed[0]} is in skip_batches={self.config.skip_batches}"
-            elif self.config.nonfinite_loss != "continue":
-                losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-                skipped = nonfinite_loss(losses, seed[0])
-                if skipped is not None and self.config.nonfinite_loss == "stop":
-                    raise nonfinite_error(skipped, results)
+            skipped = self._skip_reason(results, seed[0])
             self._end_buffers(reports, results, is_skipped=skipped is not None)
         scale = lane_pass.scale(results)
         if overlap.buckets:
@@ -263,6 +257,25 @@ class LaneEngine(LaneContext):
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, list(notes), skipped)
+
+    def _skip_reason(self, results: Sequence[LaneResult], step: int) -> str | None:
+        """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
+        config = self.config
+        # a batch that the user leaves out may have any loss
+        if config.skip_batches is not None and any(step in span for span in config.skipped_steps):
+            return f"step {step} is in skip_batches={config.skip_batches}"
+        if config.nonfinite_loss == "continue":
+            return None
+        losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
+        reason = nonfinite_loss(losses, step)
+        if reason is not None and config.nonfinite_loss == "stop":
+            raise nonfinite_error(reason, results)
+        return reason
+
+    def _begin_graphs(self, graphs: LaneGraphs, loss: LossSpec, step: int) -> None:
+        is_alone = self.world.size > 1 and len(self.own) == 1
+        embeds = loss.embed is not None
+        graphs.begin(loss.fn, loss.model, step, embeds=embeds, is_alone=is_alone)
 
     @contextmanager
     def _watched(self, loss: LossSpec, step: int) -> Iterator[None]:

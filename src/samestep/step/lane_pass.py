@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
@@ -21,13 +21,16 @@ from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError, LossError
 from samestep.step.buffers import Buffers
 from samestep.step.gradients import Gradients, Parameters, add_gradients, take_gradients
+from samestep.step.graph_choice import GraphedLane, LaneGraphs
 from samestep.step.guards import (
     ManualGradients,
     explained_errors,
+    is_out_of_memory,
     no_reentrant_checkpoints,
     refuse_added_twice,
     refuse_collective,
 )
+from samestep.step.lane_graph import LaneValues, LaneWork
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
 from samestep.torch_internals import before_collectives, divisors_of
@@ -80,7 +83,7 @@ class LaneContext:
     `observe` is entered for each lane, with its pass, number and batch, and may return what gets
     the lane's gradients; `samestep verify` looks for changes, and `samestep replay` at the lane.
     `watch` is entered with its number, to refuse state of earlier lanes. With `keeps_gradients`,
-    none are sent during backward, so that `observe` gets all of them.
+    none are sent during backward, so that `observe` gets all of them. `graphs` may compute a lane.
     """
 
     world: World
@@ -90,6 +93,7 @@ class LaneContext:
     observe: Callable[[LanePass, int, Any], AbstractContextManager[Any]] = unobserved
     watch: Callable[[int], AbstractContextManager[Any]] = nullcontext
     keeps_gradients: bool = False
+    graphs: LaneGraphs | None = None
 
     def __post_init__(self) -> None:
         # at least one lane per device
@@ -251,7 +255,11 @@ class LanePass:
         """Return JSON: lane results, parameters without a gradient, buffers, divisors of means."""
         buffers = self.context.buffers
         buffers.end_lanes(self._copies.of)
+        if (graphs := self.context.graphs) is not None:
+            graphs.end(self._copies.of)
         self._copies.wait()  # for all forward passes, but not for the last backward
+        if graphs is not None:
+            graphs.judge()
         results = [
             (lane, count, {name: value.double().tolist() for name, value in metrics.items()})
             for lane, count, metrics in self._results
@@ -279,7 +287,26 @@ class LanePass:
         samples, gradients = partial(self._samples, lane), partial(self._gradients, lane, replica)
         lanes, step = self.context.lanes, self.seed[0]
         with explained_errors(lane, lanes, samples, device, step, lambda: finished(gradients())):
+            try:
+                return (yield from gradients())
+            except (MemoryError, RuntimeError) as error:
+                if not (is_out_of_memory(error) and self._frees_graphs(lane)):
+                    raise
+            self._forget(lane, replica)
             return (yield from gradients())
+
+    def _frees_graphs(self, lane: int) -> bool:
+        """Return whether graphs gave their memory to a lane that can be computed once more."""
+        graphs, has_function = self.context.graphs, self.loss.fn is not None
+        is_repeatable = has_function and self.loss.embed is None and not self._is_exchanged(lane)
+        return graphs is not None and is_repeatable and graphs.give_way()
+
+    def _forget(self, lane: int, replica: Replica) -> None:
+        """Return to the state before a lane that failed."""
+        with self.context.replicas.on(replica):
+            self.context.buffers.rewind(replica.number, lane)
+        take_gradients(replica.of(self.parameters))
+        self._divisors = [entry for entry in self._divisors if entry[0] != lane]
 
     def _samples(self, lane: int) -> int | None:
         """Return the number of samples of a lane, None if they cannot be counted."""
@@ -293,28 +320,35 @@ class LanePass:
         batch = self._moved(lane, replica)
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
-        parameters = replica.of(self.parameters)
+        parameters, factor = replica.of(self.parameters), self._factor(count)
         with (
             context.replicas.on(replica),
             context.observe(self, lane, batch) as inspect,
             context.watch(lane),
+            self._graphed(lane, replica, batch, factor) as graphed,
         ):
-            set_generators(key(context.config.seed, "lane", *self.seed, lane))
+            self._seed(lane)
+            if graphed is not None and (values := graphed.replay()) is not None:
+                return self._taken(lane, replica, count, values)
             with context.user_code():
                 if self.loss.fn is None:
                     returned = yield LaneBatch(lane, batch)
                 else:
                     returned = self.loss.fn(self.loss.model, batch)
                 loss, metrics = split_loss(returned, lane)
-            scalars = self._copied({"loss": loss.detach(), **metrics, **self._divisor(loss)})
+            on_device = {"loss": loss.detach(), **metrics, **self._divisor(loss)}
+            scalars = self._copied(on_device)
             if (divisor := scalars.pop(DIVISOR, None)) is not None:
                 self._divisors.append((lane, count, divisor))
             if context.lanes > 1:  # a single lane leaves in buffers what it wrote
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
-            weights = [self._weight(loss, count)]  # of the loss's shape; None is 1
+            # of the loss's shape; None is 1
+            weights = [None if factor is None else torch.full_like(loss, factor)]
             gradients = self._differentiate(lane, [loss], weights, parameters)
             if inspect is not None:
                 inspect(gradients, weights[0])
+            if graphed is not None:
+                graphed.check(on_device, gradients)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         self._results.append((lane, count, scalars))
@@ -357,12 +391,70 @@ class LanePass:
         refuse_added_twice([gradients[n] for n in self._in_exchange], lane)
         return gradients
 
-    def _weight(self, loss: Tensor, count: float) -> Tensor | None:
+    def _factor(self, count: float) -> float | None:
         """Return the factor of a lane's gradient before it is added; `scale` is the rest."""
         share = count if self.loss.reduction == "mean" else 1  # a mean stands for its items
         if self.context.lanes == 1:
-            return None if share == count else torch.full_like(loss, share / (count or 1))
-        return torch.full_like(loss, share / (self._total or 1))
+            return None if share == count else share / (count or 1)
+        return share / (self._total or 1)
+
+    def _seed(self, lane: int) -> None:
+        set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
+
+    def _is_exchanged(self, lane: int) -> bool:
+        """Return whether gradients of a lane are exchanged with other workers during backward."""
+        return self.context.world.size > 1 and lane == self.context.own[-1]
+
+    def _graphed(
+        self, lane: int, replica: Replica, batch: Any, factor: float | None
+    ) -> AbstractContextManager[GraphedLane | None]:
+        """Return the context of a lane that may be a CUDA graph."""
+        context = self.context
+        if context.graphs is None or self._is_exchanged(lane):
+            return nullcontext()
+
+        def restart() -> None:
+            context.buffers.rewind(replica.number, lane)
+            self._seed(lane)
+
+        work = LaneWork(
+            lane,
+            replica.device,
+            batch,
+            factor,
+            replica.of(self.parameters),
+            context.buffers.named,
+            lambda n: context.manual.name_of(self.parameters[n]),
+            partial(self._values, lane, replica),
+            restart,
+            context.round_to,
+        )
+        return context.graphs.lane(work)
+
+    def _values(self, lane: int, replica: Replica, batch: Any, factor: Tensor | None) -> LaneValues:
+        """Compute forward and backward for a graph, which keeps gradients out of `.grad`."""
+        context, parameters = self.context, replica.of(self.parameters)
+        with context.user_code():
+            fn = cast(LossFn, self.loss.fn)
+            loss, metrics = split_loss(fn(self.loss.model, batch), lane)
+        scalars = {"loss": loss.detach(), **metrics, **self._divisor(loss)}
+        changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
+        # rounded to the loss's dtype as `torch.full_like` does
+        weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
+        with context.manual.backward(parameters, lane):
+            gradients = torch.autograd.grad([loss], parameters, [weight], allow_unused=True)
+        return LaneValues(scalars, changes, list(gradients))
+
+    def _taken(self, lane: int, replica: Replica, count: float, values: LaneValues) -> Gradients:
+        """Return the gradients of a lane that a graph computed; note its other results."""
+        scalars, buffers = self._copied(values.scalars), self.context.buffers
+        if (divisor := scalars.pop(DIVISOR, None)) is not None:
+            self._divisors.append((lane, count, divisor))
+        if self.context.lanes > 1:
+            buffers.note_changes(lane, replica.number, values.changes, self._copies.of)
+            buffers.end_lane(lane, replica.number)
+        self._results.append((lane, count, scalars))
+        return values.gradients
 
     def _count_of(self, lane: int) -> float:
         """Count the items of a lane's batch where it was loaded: a GPU would have to be awaited."""

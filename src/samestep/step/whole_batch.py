@@ -24,9 +24,9 @@ from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, in_turn
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
-from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
+from samestep.step.lane_graph import differs
 from samestep.step.lane_pass import LanePass, LossFn, no_overlap, split_loss
 from samestep.step.replicas import Replica
 
@@ -97,8 +97,8 @@ class WholeBatchPass(LanePass):
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         report = super().report(own_gradients)  # waits for the differences, too
-        for lane, differs in self._differences:
-            if differs:
+        for lane, is_different in self._differences:
+            if is_different:
                 raise LossError(
                     f"embed returned different values for lane {lane} in its second call; it must"
                     " depend only on the model, the lane batch and the global random generators,"
@@ -153,8 +153,8 @@ class WholeBatchPass(LanePass):
         # kernels of GPUs may differ in the last bits unless the run is deterministic
         if self.context.config.deterministic or replica.device.type == "cpu":
             for embedding, first in zip(embeddings, self._embeddings[lane], strict=True):
-                (differs,) = self._copies.of([_differs(embedding.detach(), first.detach())])
-                self._differences.append((lane, differs))
+                (flag,) = self._copies.of([differs(embedding.detach(), first.detach())])
+                self._differences.append((lane, flag))
         roots: list[Tensor] = []  # [lane_items, ...] each, and the loss
         weights: list[Tensor | None] = []
         for embedding, weight in zip(embeddings, self._weights.pop(lane), strict=True):
@@ -365,12 +365,3 @@ def _all_gather(world: World, own_rows: Tensor, sizes: Sequence[int]) -> Tensor:
     world.all_gather(data.view(-1), data[world.rank], "gathering embeddings")
     # without the padding: [items, ...]
     return torch.cat([rows[:size] for rows, size in zip(out, sizes, strict=True)])
-
-
-def _differs(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether any bit differs, as a tensor, to avoid waiting for a GPU."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return torch.tensor(data=True)
-    words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
-    right = right.to(left.device)
-    return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()

@@ -30,6 +30,9 @@ CAUSES: Final = {
     "loaders": "a data set that is not the same in loader processes: an attribute or list that the "
     "script changes, a file or connection opened before the loop, or samples that depend on the "
     "order of loads",
+    # only whether lanes are CUDA graphs differs
+    "graphs": "a lane that reads what a CUDA graph keeps from its capture; see the list in "
+    'docs/gpu.md, or use graphs="off"',
     # observed while the script ran; {} is a name
     "generator": "a lane draws from the generator {}, which samestep does not seed; seed it with "
     "run.on_lane_seed",
@@ -61,7 +64,7 @@ CAUSES: Final = {
 OBSERVED_KINDS: Final = ("generator", "unseeded", "sample", "tensors", "attribute")
 OF_FORWARD: Final = frozenset(OBSERVED_KINDS) - {"tensors"}
 
-Between: TypeAlias = Literal["workers", "resume", "loaders"]
+Between: TypeAlias = Literal["workers", "resume", "loaders", "graphs"]
 Values: TypeAlias = Mapping[str, str]  # summaries of a script's variables, by name
 
 
@@ -77,8 +80,9 @@ class Observation(NamedTuple):
 class Difference:
     """The first step after which two runs differ, and the names of what differs.
 
-    `between` says how the runs were made: by other numbers of workers, by a resume after a kill, or
-    with other loader processes. `same` are the names that are equal.
+    `between` says how the runs were made: by other numbers of workers, by a resume after a kill,
+    with other loader processes, or with eager lanes instead of CUDA graphs. `same` are the names
+    that are equal.
     """
 
     step: int
@@ -110,8 +114,8 @@ def explain(
     if difference.between == "loaders":
         samples = [each for each in observations if each.kind == "sample"]
         return [_likely("sample", each.name) for each in samples[:1]] or [_usual("loaders")]
-    if difference.step == 0:
-        return [_usual("start")]
+    if difference.between == "graphs" or difference.step == 0:
+        return [_usual("graphs" if difference.between == "graphs" else "start")]
     if all(name.startswith(LOGGED) for name in difference.names):
         return [_usual("logged")]
     likely = [_likely(each.kind, each.name) for each in _relevant(difference, observations)]

@@ -94,18 +94,25 @@ class ScriptTracer:
         self.observations: list[Observation] = []
         self.buffers: set[str] = set()
         self.loaders: int | None = None  # the largest number of loader processes of a loop
+        self.uses_graphs = False  # CUDA graphs of lanes
         self._variables: dict[str, dict[int, Values]] = {}  # by size and step
         self._command, self._steps = list(command), steps
 
-    def run(self, size: RunSize, loaders: int | None = None) -> RunTrace:
+    def run(self, size: RunSize, loaders: int | None = None, *, graphs: bool = True) -> RunTrace:
         """Run the script to the end. Raises `VerifyError`, and `RecordError` if it is no run.
 
-        With `loaders`, all loops have this number of loader processes.
+        With `loaders`, all loops have this number of loader processes. Without `graphs`, all lanes
+        are eager.
         """
         with TemporaryDirectory(prefix="samestep-verify-") as name:
             directory, title = Path(name), f"n={size}"
             environment = {} if loaders is None else {LOADERS: str(loaders)}
-            lanes = self._finish(size, directory, "never", environment)["lanes"]
+            if not graphs:
+                environment["SAMESTEP_GRAPHS"] = "off"
+            start = self._finish(size, directory, "never", environment)
+            on_gpus = all(device.startswith("cuda") for device in start["devices"])
+            self.uses_graphs |= on_gpus and start["config"]["graphs"] != "off"
+            lanes = start["lanes"]
             if self.lanes not in {None, lanes}:
                 counts = f"{self.lanes} and {lanes}; set it in the script or with --lanes"
                 raise VerifyError(f"all runs must have the same number of lanes, got {counts}")
@@ -120,11 +127,12 @@ class ScriptTracer:
             self._variables[str(size)] = {
                 entry["step"]: entry["values"] for entry in entries if entry["kind"] == "state"
             }
+            between: Between = "workers"
             if loaders is not None:
-                title += f", loader_workers={loaders}"
-            return RunTrace(
-                title, read_traces(directory), "workers" if loaders is None else "loaders"
-            )
+                title, between = f"{title}, loader_workers={loaders}", "loaders"
+            if not graphs:
+                title, between = f"{title}, graphs=off", "graphs"
+            return RunTrace(title, read_traces(directory), between)
 
     def run_with_kills(
         self, sizes: Sequence[RunSize], steps: Sequence[int], draw: random.Random

@@ -61,6 +61,8 @@ def main(options: argparse.Namespace) -> int:
         if not steps:
             raise VerifyError("the run ended before a worker was killed; increase --steps")
         runs.append(tracer.run_with_kills([largest, smallest], steps, random.Random(options.seed)))
+    if tracer.uses_graphs:
+        runs.append(tracer.run(smallest, graphs=False))
     note = ""
     if isinstance(with_other_loaders, VerifyError) or tracer.loaders == 0:
         note = describe_loaders(by_size[smallest], with_other_loaders, tracer)

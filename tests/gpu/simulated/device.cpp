@@ -70,6 +70,10 @@ size_t pinned_bytes = 0;                    // as reserved: powers of two, like 
 std::map<const char*, DeviceIndex> device_of;  // device memory
 size_t used_bytes[MAX_DEVICES] = {}, peak_bytes[MAX_DEVICES] = {};
 int64_t peer_copies = 0;                    // from one device to another
+DeviceIndex capturing = -1;                 // the device with a stream that is captured
+c10::StreamId captured_stream = -1;
+std::thread::id capturing_thread;
+int sync_debug_mode = 0;                    // 1: a kernel that waits warns
 
 struct Inside {
   Inside() { ++inside; }
@@ -135,6 +139,10 @@ void complete(DeviceIndex device, int64_t up_to, std::optional<c10::StreamId> st
   TORCH_CHECK(!changed, "pinned memory was written before a copy from it was complete");
 }
 
+bool is_capturing(DeviceIndex device) {
+  return device == capturing && current_streams[device] == captured_stream;
+}
+
 // A kernel uses a tensor: what is being copied into it has to be there.
 void use(const at::Tensor& t) {
   if (inside || !t.defined() || !t.is_cuda()) return;
@@ -145,6 +153,7 @@ void use(const at::Tensor& t) {
       TORCH_CHECK(comes_after(copy, stream), "a stream used a tensor without waiting for its copy");
       land(copy);
     }
+  if (is_capturing(t.device().index())) return;  // it only runs in replays
   auto block = containing(blocks, t.storage().data());
   if (block != blocks.end()) used_on[block->first].insert(stream);
 }
@@ -157,6 +166,8 @@ void block_while_stuck() {
 void wait_for(DeviceIndex device, const std::string& reason, int64_t up_to = INT64_MAX,
               std::optional<c10::StreamId> stream = std::nullopt) {
   if (inside) return;
+  TORCH_CHECK(device != capturing || std::this_thread::get_id() != capturing_thread,
+              "CUDA error: operation not permitted when stream is capturing");
   {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     waits.push_back(reason + " on cuda:" + std::to_string(device));
@@ -164,6 +175,14 @@ void wait_for(DeviceIndex device, const std::string& reason, int64_t up_to = INT
   block_while_stuck();
   complete(device, up_to, stream);
   TORCH_CHECK(failure.empty(), failure);
+}
+
+// A kernel waits for its device.
+void wait_in_kernel(DeviceIndex device, const std::string& reason) {
+  TORCH_CHECK(inside || !is_capturing(device),
+              "CUDA error: operation not permitted when stream is capturing");
+  if (!inside && sync_debug_mode) TORCH_WARN("called a synchronizing CUDA operation");
+  wait_for(device, reason, INT64_MAX, current_streams[device]);
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -176,6 +195,8 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     blocks[static_cast<char*>(pointer)] = rounded;
     allowed[static_cast<char*>(pointer)] = {current_streams[current]};
+    // a graph replays in any stream
+    if (is_capturing(current)) allowed[static_cast<char*>(pointer)].insert(0);
     device_of[static_cast<char*>(pointer)] = current;
     peak_bytes[current] = std::max(peak_bytes[current], used_bytes[current] += rounded);
     return {pointer, pointer, &release, device};
@@ -373,8 +394,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     copies.push_back({++copy_number, device, current_streams[device], to, from, value, false});
     return self;
   }
-  wait_for(device, self.is_cuda() ? "copy to device" : "copy to host", INT64_MAX,
-           current_streams[device]);
+  wait_in_kernel(device, self.is_cuda() ? "copy to device" : "copy to host");
   use(self);
   use(source);
   Inside guard;
@@ -401,7 +421,7 @@ void foreach_copy_(at::TensorList self, at::TensorList sources, bool non_blockin
 }
 
 at::Scalar item(const at::Tensor& t) {
-  wait_for(t.device().index(), "item", INT64_MAX, current_streams[t.device().index()]);
+  wait_in_kernel(t.device().index(), "item");
   use(t);
   return host(t).item();
 }
@@ -512,7 +532,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   DeviceIndex index = device && device->is_cuda() ? device->index() : current;
   if (!inside && !latched.empty()) TORCH_CHECK(false, std::exchange(latched, ""));
-  if (waits_here && !inside) wait_for(index, name, INT64_MAX, current_streams[index]);
+  if (waits_here && !inside) wait_in_kernel(index, name);
   Inside guard;
   c10::DeviceGuard on(Device(DeviceType::CUDA, index));
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
@@ -634,6 +654,14 @@ void sim_stream_wait(int device, int64_t stream, int64_t other, int64_t up_to) {
   auto& number = waited[{device, stream, other}];
   number = std::max(number, up_to);
 }
+
+// From now on, kernels of a stream of a device are captured; with -1, none.
+void sim_capture(int device, int64_t stream) {
+  capturing = device, captured_stream = stream, capturing_thread = std::this_thread::get_id();
+}
+int sim_is_capturing() { return is_capturing(current); }
+int sim_sync_debug_mode() { return sync_debug_mode; }
+void sim_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 
 int sim_waits() { return static_cast<int>(waits.size()); }
 const char* sim_wait_reason(int number) { return waits[number].c_str(); }

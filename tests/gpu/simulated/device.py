@@ -33,6 +33,7 @@ LIBRARY.sim_record.restype = ctypes.c_int64
 LIBRARY.sim_is_done.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 LIBRARY.sim_exchange_stream.restype = ctypes.c_int64
 LIBRARY.sim_exchange_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+LIBRARY.sim_capture.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
 LIBRARY.sim_fail.argtypes = LIBRARY.sim_latch.argtypes = [ctypes.c_char_p]
@@ -288,7 +289,6 @@ def install() -> None:
         "can_device_access_peer": lambda *_: True,
         "memory_allocated": lambda device=None: 0,
         "empty_cache": lambda: None,
-        "is_current_stream_capturing": lambda: False,
     }
     torch.backends.cuda.is_built = lambda: True
     torch.backends.cudnn.version = lambda: None  # as in the CPU build

@@ -19,13 +19,14 @@ from tempfile import TemporaryFile
 import torch
 import torch._dynamo  # imported by the first step of an optimizer: once here, not in every worker
 
-from tests.gpu.simulated import nccl
+from tests.gpu.simulated import graphs, nccl
 
 
 def serve(connection: Connection) -> None:
     """Answer requests until the other end is closed."""
     device.install()
     nccl.install()
+    graphs.install()
     import samestep.launch.supervisor  # after the devices are there
     import samestep.run  # noqa: F401
 

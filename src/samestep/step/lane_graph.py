@@ -1,0 +1,192 @@
+"""A lane as a CUDA graph: forward and backward are captured once, then replayed for other lanes.
+
+A graph repeats kernels without Python, which takes longer than a small kernel. It also repeats what
+Python did at its capture: the branches, the numbers and the addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from samestep.step.buffers import INTEGERS
+from samestep.step.gradients import Gradients, sum_dtype
+from samestep.step.reached_values import SCALARS
+from samestep.torch_internals import foreach_copy_
+
+COMPARE_EVERY: Final = 100  # calls between comparisons; they are denser after the capture
+
+
+@dataclass
+class LaneValues:
+    """What a lane computes on its device: scalars by name, what forward wrote, gradients."""
+
+    scalars: dict[str, Tensor]
+    changes: list[Tensor]  # of `Buffers.changed_by_forward`, int64 [buffers] each
+    gradients: Gradients
+
+
+@dataclass(frozen=True)
+class LaneWork:
+    """A lane to compute on a device.
+
+    `factor` scales the loss before backward, None for 1. `compute(batch, factor)` returns the
+    values of a batch, with the factor as a float64 tensor. `restart` returns to the state before
+    the lane: seeds and buffers.
+    """
+
+    lane: int
+    device: torch.device
+    batch: Any
+    factor: float | None
+    parameters: Sequence[Tensor]
+    buffers: Callable[[], Sequence[tuple[str, Tensor]]]  # with their names
+    name_of: Callable[[int], str]  # of a parameter, by number
+    compute: Callable[[Any, Tensor | None], LaneValues]
+    restart: Callable[[], None]
+    round_to: torch.dtype | None
+
+
+class Unsuitable(Exception):  # noqa: N818  a reason, which does not leave this module
+    """Says why a lane cannot be a graph."""
+
+
+class LaneGraph:
+    """The graph of a lane, with the memory that it reads: the batch, and the factor of the loss."""
+
+    def __init__(self, work: LaneWork) -> None:
+        self._memory: list[Tensor] = []
+        self._batch = _mapped(work.batch, self._own)
+        self._factor = None
+        if work.factor is not None:
+            self._factor = torch.zeros((), dtype=torch.float64, device=work.device)
+        self._last_factor: float | None = None
+        self.calls = 0  # of the loss since the capture, with this
+        self.used_at = 0  # the last call of any loss that used it
+        self._lanes = self._lanes_before = 0  # in that call, and in the one before
+        self._is_compared = False  # in that call
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        # also the strides, by which kernels are chosen
+        own = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        self._memory.append(own)
+        return own
+
+    def capture(self, work: LaneWork, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture the work, without computing it.
+
+        Other threads, which copy or save, may go on: `thread_local` forbids only this one to wait.
+        """
+        self._load(work)
+        graph = torch.cuda.CUDAGraph()
+        # casts of parameters belong into the graph, not into the cache of lanes outside of it
+        torch.clear_autocast_cache()
+        try:
+            # `graph` stays in its stream if the capture fails; the outer block does not
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(work.device)),
+                torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
+            ):
+                self._values = work.compute(self._batch, self._factor)
+        finally:
+            torch.clear_autocast_cache()
+        self._graph = graph
+
+    def replay(self, work: LaneWork) -> LaneValues:
+        """Compute the work; gradients leave the memory that the next replay writes."""
+        self._load(work)
+        self._graph.replay()
+        values = self._values
+        owned: dict[int, Tensor] = {}  # by number of the parameter
+        sources: list[Tensor] = []
+        for n, parameter in enumerate(work.parameters):
+            gradient = values.gradients[n]
+            if gradient is not None:  # rounded to the dtype of the exchange, as leaves of the tree
+                dtype = sum_dtype(gradient.dtype, work.round_to)
+                owned[n] = torch.empty_like(parameter, dtype=dtype)
+                sources.append(gradient)
+        if owned:  # one call for all, because each call costs microseconds
+            foreach_copy_([*owned.values()], sources)
+        gradients: Gradients = [owned.get(n) for n in range(len(work.parameters))]
+        return LaneValues(values.scalars, values.changes, gradients)
+
+    def take_turn(self, call: int, probation: int) -> tuple[bool, bool]:
+        """Count a lane of a call; return whether to compare it, and whether it is on probation."""
+        if self.used_at != call:
+            self.used_at, self.calls = call, self.calls + 1
+            self._lanes_before, self._lanes, self._is_compared = self._lanes, 0, False
+        number, self._lanes = self._lanes, self._lanes + 1
+        is_first = self.calls <= probation
+        turn = 0 if is_first else self.calls % max(1, self._lanes_before)  # not always the first
+        is_due = probation == 0 or _is_due(self.calls)
+        compares = is_due and number >= turn and not self._is_compared
+        self._is_compared |= compares
+        return compares, is_first
+
+    def _load(self, work: LaneWork) -> None:
+        tensors = list(_tensors(work.batch))
+        if tensors:
+            foreach_copy_(self._memory, tensors)
+        if self._factor is not None and work.factor not in {None, self._last_factor}:
+            self._factor.fill_(work.factor or 0.0)
+            self._last_factor = work.factor
+
+
+def specs_of(batch: Any, device: torch.device) -> Iterator[Any]:
+    """Yield what is the same in batches that a graph can compute. Raises `Unsuitable`."""
+    if type(batch) is Tensor and batch.layout == torch.strided and not batch.is_nested:
+        if batch.device != device or batch.requires_grad or batch.is_conj() or batch.is_neg():
+            raise Unsuitable("a tensor that is not on the device, or that needs a gradient")
+        yield batch.dtype, batch.shape, batch.stride()
+    elif isinstance(batch, (dict, list, tuple)):
+        yield type(batch), len(batch)
+        for name, part in batch.items() if isinstance(batch, dict) else enumerate(batch):
+            yield name
+            yield from specs_of(part, device)
+    elif isinstance(batch, SCALARS):
+        yield batch
+    else:
+        raise Unsuitable(f"a {type(batch).__name__}")
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (dict, list, tuple)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
+
+
+def _mapped(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch that `specs_of` accepts with `fn` of each tensor."""
+    if isinstance(batch, Tensor):
+        return fn(batch)
+    if isinstance(batch, dict):
+        return type(batch)((name, _mapped(part, fn)) for name, part in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_mapped(part, fn) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_mapped(part, fn) for part in batch)
+    return batch
+
+
+def differs(left: Tensor, right: Tensor) -> Tensor:
+    """Return whether any bit differs, as a tensor, to avoid waiting for a GPU."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return torch.full((), fill_value=True, device=left.device)
+    words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
+    right = right.to(left.device)
+    return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()
+
+
+def _is_due(calls: int) -> bool:
+    """Return whether a graph is compared in this call: more often after its capture."""
+    return calls % COMPARE_EVERY == 0 or calls & (calls - 1) == 0

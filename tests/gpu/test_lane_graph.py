@@ -1,0 +1,480 @@
+"""Lanes as CUDA graphs: the bits of eager lanes, and what is computed eagerly instead."""
+
+from __future__ import annotations
+
+import os
+import types
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from threading import Thread
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.step.graph_choice import NOTES, REFUSALS
+from tests.gpu import test_float16
+from tests.gpu.simulated import VISIBLE
+from tests.gpu.test_same_bits import contrast, moved
+from tests.jobs import Net, classify, fingerprint, images
+
+settings = types.ModuleType("settings")  # whose numbers no search sees
+settings.weight = 0.5
+STEPS = 7  # the fourth one captures, the sixth one is the first to use a graph's results
+
+
+@contextmanager
+def counted():
+    """Yield a list that gets a graph with each replay."""
+    from tests.gpu.simulated import graphs
+
+    replays, replay = [], graphs.CUDAGraph.replay
+
+    def logged(graph):
+        replays.append(graph)
+        replay(graph)
+
+    graphs.CUDAGraph.replay = logged
+    yield replays
+
+
+def trained(graphs, loss_fn=classify, *, before=None, steps=STEPS, lanes=2, batch_size=8, **rest):
+    """Train; return hashes of results, or the error, and the number of replays.
+
+    `before` is called with the number of each step. A `Maker` makes a loss function for each.
+    """
+    calls = {name: rest.pop(name) for name in ("count", "embed") if name in rest}
+    loop = {name: rest.pop(name) for name in ("collate_fn", "epochs") if name in rest}
+    size, shards = rest.pop("size", 64), rest.pop("shards", False)
+    with counted() as replays, ss.init(lanes=lanes, timeout=60, graphs=graphs, **rest) as run:
+        torch.manual_seed(0)
+        model = run.replicate(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        if shards:
+            optimizer = run.shard(optimizer)
+        run.track(model=model, optimizer=optimizer)
+        losses = []
+        for batch in run.batches(images(size), batch_size, steps=steps, **loop):
+            if before is not None:
+                before(run.step)
+            fn = loss_fn() if isinstance(loss_fn, Maker) else loss_fn
+            try:
+                means = run.backward(fn, model, batch, **calls)
+            except ss.LossError as error:
+                return str(error), len(replays)
+            losses.append([float(run.clip_grad_norm(model, 1.0)), *means.values()])
+            optimizer.step()
+            optimizer.zero_grad()
+    return fingerprint(moved([model.state_dict(), losses])), len(replays)
+
+
+def test_graphs_have_the_bits_of_eager_lanes_with_float16(gpus):
+    options = {"fused": True, "shards": False, "steps": STEPS}
+    with_graphs = gpus.call(test_float16.trained, {"graphs": "on"}, **options)
+    assert "eagerly" not in gpus.printed
+    assert with_graphs == gpus.call(test_float16.trained, {}, **options)
+
+
+class Maker:
+    """Makes a new loss function in each step."""
+
+    def __call__(self):
+        def loss_fn(model, batch):
+            return classify(model, batch)
+
+        return loss_fn
+
+
+def expected_replays(lanes, *, first_used=5, captures=1, steps=STEPS):
+    """Return how often graphs are replayed: all lanes, and the comparisons before."""
+    return captures * 2 + (steps - first_used) * lanes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"lanes": 1}, id="one lane"),
+        pytest.param(
+            {
+                "lanes": 4,
+                "batch_size": 16,
+                "devices": 2,
+                "precision": "bfloat16",
+                "exchange_dtype": "bfloat16",
+            },
+            id="two devices, 16 bits",
+        ),
+    ],
+)
+def test_graphs_have_the_bits_of_eager_lanes(options, gpus):
+    expected, replays = gpus.call(trained, "off", **options)
+    assert replays == 0
+    result, replays = gpus.call(trained, "on", **options)
+    devices = options.get("devices", 1)
+    assert replays == expected_replays(options.get("lanes", 2), captures=devices)
+    assert result == expected
+
+
+def weighted(model, batch):
+    """Return a loss with a weight that no search sees: an attribute of a module of Python."""
+    loss, metrics = classify(model, batch)
+    return loss * settings.weight, metrics
+
+
+def raise_weight(step, first=0):
+    settings.weight = 0.5 + max(0, step - first)
+
+
+class Loss:
+    """Losses with a state."""
+
+    def __init__(self):
+        self.weight, self.calls = 1.0, 0
+
+    def __call__(self, model, batch):
+        loss, metrics = classify(model, batch)
+        return loss * self.weight, metrics
+
+    def counting(self, model, batch):
+        self.calls += 1
+        return classify(model, batch)
+
+
+state = Loss()
+
+
+def scheduled(model, batch):
+    return state(model, batch)
+
+
+def raise_attribute(step):
+    state.weight = 1.0 + step
+
+
+def drawing_on_host(model, batch):
+    loss, metrics = classify(model, batch)
+    return loss * torch.rand(()), metrics
+
+
+def reading(model, batch):
+    loss, metrics = classify(model, batch)
+    return loss * (2.0 if loss.item() > 1 else 1.0), metrics
+
+
+def with_number(model, batch):
+    loss, metrics = classify(model, batch)
+    return loss, {**metrics, "weight": 0.5}
+
+
+def synchronizing(model, batch):
+    torch.cuda.synchronize()
+    return classify(model, batch)
+
+
+def refuse_capture(step):
+    """Let the only capture fail."""
+    from tests.gpu.simulated import graphs
+    from tests.gpu.simulated.device import AcceleratorError
+
+    if step == 0:
+        graphs.refusals.append(AcceleratorError("operation not permitted when capturing"))
+
+
+class Record:
+    """A batch of a class that a graph does not know."""
+
+    def __init__(self, samples):
+        self.pictures = torch.stack([picture for picture, _ in samples])
+        self.labels = torch.stack([label for _, label in samples])
+
+    def __len__(self):
+        return len(self.labels)
+
+    def to(self, device, **options):
+        self.pictures = self.pictures.to(device)
+        self.labels = self.labels.to(device)
+        return self
+
+
+def records(samples):
+    return Record(samples)
+
+
+def of_record(model, batch):
+    return classify(model, (batch.pictures, batch.labels))
+
+
+# a reason in `REFUSALS`, the options of a training, and a part of the line
+FALLBACKS = [
+    ("function", {"loss_fn": Maker(), "steps": 9}, "define it once before the loop"),
+    (
+        "value",
+        {"loss_fn": scheduled, "before": raise_attribute, "steps": 10},
+        "state.weight, from 9.0 to 10.0",
+    ),
+    ("object", {"loss_fn": state.counting}, "a lane changes loss_fn.calls, from 2 to 3"),
+    ("generator", {"loss_fn": drawing_on_host}, "a lane draws from torch's generator of the CPU"),
+    ("wait", {"loss_fn": reading}, "waits for the device at "),
+    ("metric", {"loss_fn": with_number}, "the metric 'weight' is not a tensor on the device"),
+    (
+        "batch",
+        {"loss_fn": of_record, "collate_fn": records, "count": len},
+        "a batch contains a Record",
+    ),
+    ("wait", {"loss_fn": synchronizing}, "test_lane_graph.py:"),
+    ("capture", {"before": refuse_capture}, "failed: AcceleratorError: operation not permitted"),
+    ("bits", {"loss_fn": weighted, "before": raise_weight}, "step 4, lane 0 has other bits"),
+]
+
+
+@pytest.mark.parametrize(("reason", "options", "line"), FALLBACKS)
+def test_lane_that_a_graph_would_not_repeat_is_eager(reason, options, line, gpus):
+    result, replays = gpus.call(trained, "auto", **options)
+    assert gpus.printed.count("lanes are computed eagerly, not as CUDA graphs") == 1
+    assert line in gpus.printed
+    assert replays == (2 if reason == "bits" else 0)
+    if reason in {"bits", "value", "function", "capture"}:
+        assert result == gpus.call(trained, "off", **options)[0]
+
+
+def test_each_reason_is_tested():
+    assert {reason for reason, _, _ in FALLBACKS} == REFUSALS.keys()
+
+
+def test_graphs_on_makes_a_fallback_an_error(gpus):
+    result, _ = gpus.call(trained, "on", reading)
+    assert result.startswith('graphs="on", but lanes cannot be computed as CUDA graphs: a lane')
+    result, _ = gpus.call(trained, "on", weighted, before=raise_weight)
+    assert (
+        "at step 4, lane 0 has other bits as a CUDA graph than eagerly, first in the loss" in result
+    )
+    assert "weight.fill_(x)" in result
+
+
+@pytest.mark.parametrize("graphs", ["auto", pytest.param("on", marks=pytest.mark.long)])
+def test_weight_that_grows_after_the_first_steps_is_an_error(graphs, gpus):
+    grow = partial(raise_weight, first=10)
+    result, replays = gpus.call(trained, graphs, weighted, before=grow, steps=40)
+    # the step is the 16th of the graph, which the fourth step captured
+    assert result.startswith(
+        "at step 18, lane 0 has other bits as a CUDA graph than eagerly, first"
+    )
+    assert "in the loss" in result
+    assert replays > 20
+
+
+def raise_tensor(step):
+    state.weight = state.weight if step else torch.zeros((), device="cuda")
+    state.weight.fill_(step / 4)
+
+
+def test_weight_in_a_tensor_may_grow(gpus):
+    options = {"loss_fn": scheduled, "before": raise_tensor}
+    expected, _ = gpus.call(trained, "off", **options)
+    result, replays = gpus.call(trained, "on", **options)
+    assert result == expected
+    assert replays == expected_replays(2)
+
+
+def change_of_each_epoch(step):
+    state.weight = 1.0 + step // 8
+
+
+@pytest.mark.long
+def test_value_that_changes_seldom_gets_another_graph(gpus):
+    options = {"loss_fn": scheduled, "before": change_of_each_epoch, "steps": 16}
+    expected, _ = gpus.call(trained, "off", **options)
+    result, replays = gpus.call(trained, "on", **options)
+    assert result == expected
+    assert replays > expected_replays(2)
+
+
+def embedded(model, batch):
+    return model(batch[0])
+
+
+def in_body(steps):
+    """Train with the losses in the body of a loop; return the number of replays."""
+    with counted() as replays, ss.init(lanes=2, timeout=60, graphs="on") as run:
+        model = run.replicate(Net())
+        for batch in run.batches(images(64), 8, steps=steps):
+            for lane_batch in batch.lanes(model):
+                batch.backward(classify(model, lane_batch)[0])
+            model.zero_grad()
+    return len(replays)
+
+
+def numbered(steps):
+    """Train with a number in each batch; return the number of replays."""
+    parts = images(8).tensors
+    with counted() as replays, ss.init(lanes=2, timeout=60, graphs="on") as run:
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        batches = run.streams(lambda _: ((*parts, n) for n in count()), steps=steps, name="numbers")
+        for batch in batches:
+            run.backward(first_parts, model, batch, count=lambda batch: 8)
+            model.zero_grad()
+    return len(replays)
+
+
+def first_parts(model, batch):
+    return classify(model, batch[:2])
+
+
+def of_sizes(sizes, rounds):
+    """Train with lanes of some numbers of samples in turn; return the number of replays."""
+    pictures, labels = images(64).tensors
+
+    def stream(lane):
+        for _ in range(rounds):
+            for size in sizes:
+                yield pictures[:size], labels[:size]
+
+    with counted() as replays, ss.init(lanes=2, timeout=60, graphs="on") as run:
+        torch.manual_seed(0)
+        model = run.replicate(Net())
+        for batch in run.streams(stream, steps=rounds * len(sizes), name="sizes"):
+            run.backward(classify, model, batch)
+            model.zero_grad()
+    return len(replays)
+
+
+def without_memory(at):
+    """Train on a device whose memory is too small for a capture, or an eager lane beside graphs."""
+    from tests.gpu.simulated import graphs
+
+    failure = torch.OutOfMemoryError("CUDA out of memory")
+    if at == "capture":
+        graphs.refusals.append(failure)
+        return trained("auto")
+    differentiate = torch.autograd.backward
+
+    def backward(*args, **options):
+        differentiate(*args, **options)
+        if graphs.captures and backward.fails_in:
+            backward.fails_in -= 1
+            if not backward.fails_in:
+                raise failure
+
+    backward.fails_in = 5  # the lane that is compared in the seventh step
+    torch.autograd.backward = backward
+    return (*trained("auto"), backward.fails_in)
+
+
+def copied_during_capture():
+    """Return whether a thread can copy from the device, and wait for it, within a capture."""
+    source = torch.arange(4.0, device="cuda")
+    settings.copies = []
+
+    def copy():
+        settings.copies.append(source.to("cpu").tolist())
+        torch.cuda.synchronize()
+
+    def copying(model, batch):
+        if torch.cuda.is_current_stream_capturing():
+            thread = Thread(target=copy)
+            thread.start()
+            thread.join()
+        return classify(model, batch)
+
+    _, replays = trained("on", copying)
+    return settings.copies == [[0.0, 1.0, 2.0, 3.0]] and replays > 2
+
+
+NOTED = [
+    ("embed", trained, ("on", contrast), {"embed": embedded}, "a loss with embed= has two passes"),
+    ("body", in_body, (6,), {}, "pass the loss to run.backward(loss_fn, model, batch)"),
+    ("batches", numbered, (36,), {}, "batches of lanes keep having other shapes"),
+    ("graphs", of_sizes, ((4, 5, 6, 7, 8), 5), {}, "the device has 4 graphs already"),
+    ("memory", without_memory, ("capture",), {}, "too small for graphs and the capture of"),
+]
+
+
+@pytest.mark.parametrize(("reason", "job", "arguments", "options", "line"), NOTED)
+def test_lanes_that_are_always_eager_are_said_once(reason, job, arguments, options, line, gpus):
+    assert reason in NOTES
+    result = gpus.call(job, *arguments, **options)
+    assert gpus.printed.count("lanes are computed eagerly, not as CUDA graphs") == 1
+    assert line in gpus.printed
+    replays = result if isinstance(result, int) else result[1]
+    assert (replays > 0) == (reason == "graphs")
+    if reason in {"embed", "memory"}:
+        eager = ("off", contrast) if reason == "embed" else ("off",)
+        assert result[0] == gpus.call(trained, *eager, **options)[0]
+
+
+def test_each_note_is_tested():
+    assert {reason for reason, *_ in NOTED} | {"exchange"} == NOTES.keys()
+
+
+def test_eager_lane_gets_the_memory_of_graphs(gpus):
+    result, replays, fails_in = gpus.call(without_memory, "eager lane")
+    assert "too small for graphs and an eager lane" in gpus.printed
+    assert fails_in == 0
+    assert replays == 2 + 2 + 1
+    assert result == gpus.call(trained, "off")[0]
+
+
+def test_threads_may_use_the_device_during_a_capture(gpus):
+    assert gpus.call(copied_during_capture)
+
+
+def test_last_lane_of_several_workers_is_eager(gpus):
+    expected, _ = gpus.call(trained, "off", lanes=4, batch_size=16)
+    options = {"lanes": 4, "batch_size": 16, "shards": True}
+    for rank, (result, replays) in enumerate(
+        gpus.workers(2, partial(trained, "on", **options), **{VISIBLE: "0,1"})
+    ):
+        assert result == expected
+        assert replays == expected_replays(1), rank
+    results = gpus.workers(2, partial(trained, "on"), **{VISIBLE: "0,1"})
+    assert [replays for _, replays in results] == [0, 0]
+    assert gpus.printed.count(NOTES["exchange"]) == 1
+
+
+SCRIPT = """
+import sys
+import torch
+import samestep as ss
+from tests.gpu import test_lane_graph as jobs
+
+with ss.init(lanes=2, graphs="auto") as run:
+    model = run.replicate(jobs.Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for batch in run.batches(jobs.images(64), 8, steps=5):
+        run.log(run.backward(jobs.classify, model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def verified(folder):
+    """Return the exit status of `samestep verify` on devices, and the number of replays."""
+    from samestep import cli
+    from samestep.tools import ISOLATED, OUTPUT, trace
+
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+
+    @contextmanager
+    def started(command, workers, directory, flags, environment):
+        """Start a script in a fork, which has the devices."""
+        words = ["run", "-n", str(workers), "--dir", str(directory), *ISOLATED, *flags, *command]
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(environment)
+            with (directory / OUTPUT).open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                os._exit(cli.main(words))
+        yield types.SimpleNamespace(wait=lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    trace.started = started
+    return cli.main(["verify", "-n", "1", str(script)])
+
+
+def test_verify_compares_graphs_with_eager_lanes(gpus, tmp_path):
+    assert gpus.call(verified, tmp_path) == 0
+    assert "the same at every step: n=1, n=1, graphs=off" in gpus.printed
