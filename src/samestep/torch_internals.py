@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from inspect import currentframe
 from threading import get_ident
@@ -24,7 +25,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-AroundBackward = Callable[[], AbstractContextManager[None]]
+Pass = Callable[[], tuple[Tensor, ...]]
+AroundBackward = Callable[[Pass], tuple[Tensor, ...]]
 Subclass = TypeVar("Subclass", bound=Tensor)
 
 # by module, what its collectives call before they communicate
@@ -78,7 +80,7 @@ def submodules_in(module: Module) -> dict[str, Module | None]:
 
 
 class _WatchedEngine(_ImperativeEngine):
-    """Autograd's engine, with a context around each pass that may change `.grad`."""
+    """Autograd's engine, with a function around each pass that may change `.grad`."""
 
     def __init__(self, around: AroundBackward) -> None:
         self.around = around
@@ -86,12 +88,11 @@ class _WatchedEngine(_ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if not kwargs.get("accumulate_grad"):  # of `torch.autograd.grad`
             return super().run_backward(*args, **kwargs)
-        with self.around():
-            return super().run_backward(*args, **kwargs)
+        return self.around(partial(super().run_backward, *args, **kwargs))
 
 
 def watch_backward(around: AroundBackward | None) -> None:
-    """Enter a context around each pass of autograd that may change `.grad`; None ends that.
+    """Call `around` with each pass of autograd that may change `.grad`; None ends that.
 
     Every way to call backward gets the engine from `Variable._execution_engine`. This costs 0.01 ms
     a pass; the public hooks of 200 parameters would cost 0.2 ms.

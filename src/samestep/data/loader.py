@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -108,7 +109,7 @@ class Fetcher(Dataset[Any]):
             return self._digests(request)
         try:
             if self._tensors is not None:  # no random draws
-                indices = torch.tensor(request.indices, dtype=torch.int64)
+                indices = torch.from_numpy(np.array(request.indices, dtype=np.int64))
                 return [tensor.index_select(0, indices) for tensor in self._tensors]
             if self._observes:
                 self._observe_loads(request)

@@ -87,6 +87,7 @@ class Buffers:
             (replica.device, []) for replica in replicas.all
         ]  # copies of the values at the start of a step, [devices, buffers]
         self._start = self._starts[0][1]  # on the first device
+        self._kinds: list[Any] = []  # their shapes and dtypes
         self._written: dict[int, dict[int, Tensor]] = {}  # values by lane and number of the buffer
         self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
         # what forward of each lane wrote on a GPU: some buffers, and 0 for those not written
@@ -119,6 +120,7 @@ class Buffers:
                 number = numbers.setdefault(id(buffer), len(self._homes))
                 if number == len(self._homes):
                     self._homes.append(home)
+                    self._kinds += _kinds([buffer])
                     for device, start in self._starts:
                         start.append(buffer.detach().to(device, copy=True))
                 elif chosen_rule(path, rules):
@@ -174,7 +176,9 @@ class Buffers:
     def changed_by_forward(self, device: int) -> list[Tensor]:
         """Return how much forward wrote on device number `device`: int64 [buffers] per group."""
         starts, groups = self._starts[device][1], self._groups_on(device)
-        current = self._unresized(starts) if groups else []
+        if not groups:
+            return []
+        current = self._unresized(starts)
         return [group.changed(group.joined(starts), group.joined(current)) for group in groups]
 
     def note_changes(self, lane: int, device: int, changes: Sequence[Tensor], copy: Copy) -> None:
@@ -201,13 +205,16 @@ class Buffers:
         """
         written = self._written[lane] = {}
         where, starts = self._starts[device]
+        if not starts:
+            return
         current = self._unresized(starts)
         if where.type == "cpu":  # the host compares now, and copies only what differs
-            for number, (start, buffer) in enumerate(zip(starts, current, strict=True)):
-                if not _same_bits(start, buffer):
-                    written[number] = buffer.clone()
-                    buffer.data.copy_(start)
-        elif current:  # keeps all, because the host does not know yet; `written` drops the others
+            are_same = map(_same_bits, starts, current)
+            own = [number for number, is_same in enumerate(are_same) if not is_same]
+            written.update({number: current[number].clone() for number in own})
+            if own:
+                foreach_copy_([current[n] for n in own], [starts[n] for n in own])
+        else:  # keeps all, because the host does not know yet; `written` drops the others
             for n, group in enumerate(self._groups_on(device)):
                 after = group.joined(current)  # 1-D, a copy of all buffers of one dtype
                 if self._by_forward:
@@ -451,7 +458,7 @@ class Buffers:
     def _unresized(self, starts: Sequence[Tensor]) -> list[Tensor]:
         """Return the current values. Raises `ModelError` if one has another shape than `starts`."""
         values = [home.registry.get(home.name) for home in self._homes]
-        if _kinds(values) == _kinds(starts):
+        if _kinds(values) == self._kinds:
             return self._detached()
         for home, start in zip(self._homes, starts, strict=True):
             if not home.holds_shape_of(start):
@@ -570,5 +577,7 @@ def _nonzero(flags: Sequence[tuple[list[int], Tensor]]) -> list[int]:
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     """Compare as integers: a NaN equals itself, and 0.0 differs from -0.0."""
-    words = INTEGERS[min(left.element_size(), 8)]
-    return torch.equal(left.reshape(-1).view(words), right.reshape(-1).view(words))
+    size = left.element_size()
+    if size > 8:  # two words each, in the last dim
+        left, right, size = left.reshape(-1), right.reshape(-1), 8
+    return torch.equal(left.view(INTEGERS[size]), right.view(INTEGERS[size]))

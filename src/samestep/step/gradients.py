@@ -50,20 +50,19 @@ def sum_dtype(dtype: torch.dtype, round_to: torch.dtype | None) -> torch.dtype:
 
 def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = None) -> Gradients:
     """Return the parameters' gradients, in their `sum_dtype`, and set `.grad` to None."""
-    if have_none(parameters):
-        return [None] * len(parameters)
-    gradients: Gradients = []
-    for parameter in parameters:
-        gradient, parameter.grad = parameter.grad, None
+    gradients: Gradients = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
+            parameter.grad = None
             if gradient.layout != torch.strided:
                 issue = f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient"
                 raise LossError(f"{issue}; use sparse=False")
-            if round_to is not None:
-                # rounds the leaves of the tree; sums of this dtype are rounded as well
-                gradient = gradient.to(sum_dtype(gradient.dtype, round_to))
-        gradients.append(gradient)
-    return gradients
+    if round_to is None:
+        return gradients
+    return [  # rounds the leaves of the tree; sums of this dtype are rounded as well
+        None if gradient is None else gradient.to(sum_dtype(gradient.dtype, round_to))
+        for gradient in gradients
+    ]
 
 
 def have_none(parameters: Sequence[Tensor]) -> bool:
@@ -80,11 +79,13 @@ def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Return left + right, in the memory of `left` if it has gradients."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:  # one call for all parameters, because each call costs microseconds
-        foreach_add_([a for a, _ in both], [b for _, b in both])
-    if len(both) == len(left):  # as usual: all lanes use the same parameters
+    # one call for all parameters, because each call costs microseconds
+    if not any(map(is_, chain(left, right), repeat(None))):  # all lanes use the same parameters
+        foreach_add_(left, right)  # type: ignore[arg-type]
         return left
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        foreach_add_([a for a, _ in both], [b for _, b in both])
     return [
         _plus_zeros(a if b is None else b) if a is None or b is None else a
         for a, b in zip(left, right, strict=True)

@@ -12,10 +12,10 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from operator import eq, is_
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,14 +45,15 @@ from samestep.step.gradients import (
 )
 from samestep.step.replicas import check_unwrapped
 from samestep.torch_internals import (
+    Pass,
     backward_watcher,
-    before_reentrant_checkpoints,
     versions_of,
     watch_backward,
 )
 
 REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
 MOST_FUNCTIONS: Final = 16
+MOST_CLASSES: Final = 256
 MOST_ITEMS: Final = 16  # of a container that is searched for metrics
 MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
 NO_VARIABLES: Final[Mapping[str, Any]] = {}
@@ -111,23 +112,21 @@ class ManualGradients:
     def _is_active(self) -> bool:
         return backward_watcher() == self.around_backward
 
-    @contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """Note which watched parameters get gradients in this block, except from `run.backward`."""
+    def around_backward(self, run: Pass) -> tuple[Tensor, ...]:
+        """Run a pass; note which watched parameters it gives gradients, except `run.backward`'s."""
         if self._in_backward:  # of `run.backward`, or nested in it by a function of the graph
             self._depth += 1
             self._has_nested |= self._depth > 1
             try:
-                yield
+                return run()
             finally:
                 self._depth -= 1
-            return
         self._lane_called_backward = self._in_lane
         parameters = self._parameters
         gradients = [parameter.grad for parameter in parameters]
         versions = versions_of(gradients)  # autograd adds to a gradient in place
         try:
-            yield
+            return run()
         finally:
             are_same = map(eq, versions, versions_of(gradients))
             for parameter, gradient, is_same in zip(parameters, gradients, are_same, strict=True):
@@ -496,12 +495,13 @@ def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for name, value in variables.items():
-        if isinstance(value, Tensor):
+        role = _role_of(type(value))  # type: ignore[arg-type]
+        if role == "tensor":
             if value.grad_fn is None and value.numel() <= MOST_ELEMENTS:
                 state[name] = value
-        elif isinstance(value, Module) or is_metric(value):
+        elif role in {"module", "metric"}:
             state[name] = value
-        elif isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
+        elif role == "container" and len(value) <= MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             state |= {f"{name}[{key!r}]": part for key, part in items if is_metric(part)}
     return state
@@ -509,11 +509,20 @@ def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_metric(value: Any) -> bool:
     """Return whether an object accumulates a metric: torchmetrics, torcheval, ignite, or alike."""
+    return _role_of(type(value)) == "metric"  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=MOST_CLASSES)  # each step of a loop over lanes asks for each of its variables
+def _role_of(kind: type) -> Literal["metric", "tensor", "module", "container"] | None:
     methods = ("update", "compute"), ("reset", "merge", "merge_state")
-    required, any_of = (
-        [callable(getattr(type(value), m, None)) for m in names] for names in methods
-    )
-    return all(required) and any(any_of)
+    required, any_of = ([callable(getattr(kind, m, None)) for m in names] for names in methods)
+    if all(required) and any(any_of):
+        return "metric"
+    if issubclass(kind, Tensor):
+        return "tensor"
+    if issubclass(kind, Module):
+        return "module"
+    return "container" if issubclass(kind, (dict, list, tuple)) else None
 
 
 def _state_of(metric: Any) -> tuple[Any, ...]:
@@ -531,23 +540,19 @@ def refuse_unless_zero(gradient: Tensor | None) -> None:
         )
 
 
-def no_reentrant_checkpoints() -> AbstractContextManager[None]:
-    """Raise `LossError` where a reentrant checkpoint would be part of the loss.
+def refuse_reentrant(inputs: Sequence[Any]) -> None:
+    """Raise `LossError` if a reentrant checkpoint of these inputs would be part of the loss.
 
     The backward pass names the parameters that get gradients. Such checkpoints do not see those
     names, so they would raise an error or leave out gradients without one.
     """
-
-    def check(inputs: Sequence[Any]) -> None:
-        needs_gradient = any(isinstance(part, Tensor) and part.requires_grad for part in inputs)
-        if torch.is_grad_enabled() and needs_gradient:
-            raise LossError(
-                "run.backward does not support torch.utils.checkpoint with use_reentrant=True,"
-                " because gradients can get lost; pass use_reentrant=False, in transformers"
-                " gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
-
-    return before_reentrant_checkpoints(check)
+    needs_gradient = any(isinstance(part, Tensor) and part.requires_grad for part in inputs)
+    if torch.is_grad_enabled() and needs_gradient:
+        raise LossError(
+            "run.backward does not support torch.utils.checkpoint with use_reentrant=True,"
+            " because gradients can get lost; pass use_reentrant=False, in transformers"
+            " gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
 
 
 def refuse_collective(name: str) -> NoReturn:
@@ -562,36 +567,34 @@ def refuse_collective(name: str) -> NoReturn:
     )
 
 
-@contextmanager
-def explained_errors(
+def explanation_of(
+    error: Exception,
     lane: int,
     lanes: int,
-    samples: Callable[[], int | None],
+    samples: int | None,
     device: str,
     step: int,
     again: Callable[[], object],
-) -> Iterator[None]:
-    """Say which lane is too large for the memory of its device, or too small for BatchNorm.
+) -> Exception | None:
+    """Return an error that says what caused that of a lane, None if only its user knows.
 
-    Or which line calls an operation that is not deterministic: `again` computes the lane once more.
+    The lane is too large for the memory of its device, or too small for BatchNorm. Or a line, which
+    is named, calls an operation that is not deterministic: `again` computes the lane once more.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError, ValueError) as error:
-        if (refused := REFUSED_BY_TORCH.match(str(error))) is not None:
-            raise _not_deterministic(refused[1], _line_of(error, again)) from error
-        number, name = samples(), f"lane {lane} of {lanes}"
-        if number is not None:
-            name += f", with {number} sample{'s' * (number != 1)},"
-        if is_out_of_memory(error):
-            raise _lane_too_large(name, number, lanes, f"{device} at step {step}") from error
-        if ONE_VALUE in str(error):
-            raise DataError(
-                f"BatchNorm needs more than one value per channel, but {name} has only one at step"
-                f" {step}; use drop_last=True if the batch is the last of an epoch, fewer lanes or"
-                " a larger batch size, so that every lane has two samples"
-            ) from error
-        raise
+    if (refused := REFUSED_BY_TORCH.match(str(error))) is not None:
+        return _not_deterministic(refused[1], _line_of(error, again))
+    name = f"lane {lane} of {lanes}"
+    if samples is not None:
+        name += f", with {samples} sample{'s' * (samples != 1)},"
+    if is_out_of_memory(error):
+        return _lane_too_large(name, samples, lanes, f"{device} at step {step}")
+    if ONE_VALUE in str(error):
+        return DataError(
+            f"BatchNorm needs more than one value per channel, but {name} has only one at step"
+            f" {step}; use drop_last=True if the batch is the last of an epoch, fewer lanes or a"
+            " larger batch size, so that every lane has two samples"
+        )
+    return None
 
 
 def _not_deterministic(operation: str, line: str) -> LossError:

@@ -214,7 +214,7 @@ class LaneEngine(LaneContext):
             if self.graphs is not None:
                 self._begin_graphs(self.graphs, loss, seed[0])
             begun = self.gpu_clock.mark()
-            with self.manual.lanes(), self._watched(loss, seed[0]):
+            with self.manual.lanes(), self.refusals(), self._watched(loss, seed[0]):
                 # [subtrees, parameters], each a tensor or None
                 own_gradients = yield from lane_pass.run()
                 if check is not None:  # of the hardware: one lane once more

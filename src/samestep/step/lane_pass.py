@@ -24,21 +24,25 @@ from samestep.step.gradients import Gradients, Parameters, add_gradients, take_g
 from samestep.step.graph_choice import GraphedLane, LaneGraphs
 from samestep.step.guards import (
     ManualGradients,
-    explained_errors,
+    explanation_of,
     is_out_of_memory,
-    no_reentrant_checkpoints,
     refuse_added_twice,
     refuse_collective,
+    refuse_reentrant,
 )
 from samestep.step.lane_graph import LaneValues, LaneWork
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
-from samestep.torch_internals import before_collectives, divisors_of
+from samestep.torch_internals import (
+    before_collectives,
+    before_reentrant_checkpoints,
+    divisors_of,
+)
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
-DIVISOR: Final = "divisor of the mean"  # no user's metric has this name
+DIVISOR: Final = "divisor of the mean "  # and its number; no user's metric has this name
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class LaneContext:
         self.replicas = Replicas(self.devices, self.own)
         self.buffers = Buffers(self.world, self.lanes, self.replicas)
         self.manual = ManualGradients()
+        self._is_in_user_code = False
 
     @property
     def round_to(self) -> torch.dtype | None:
@@ -114,17 +119,33 @@ class LaneContext:
         return torch.autocast(self.devices[0].type, getattr(torch, self.config.precision))
 
     @contextmanager
-    def user_code(self) -> Iterator[None]:
-        """Run the loss function, or `embed`, in this block. Raises `LossError` for what it may not.
+    def refusals(self) -> Iterator[None]:
+        """Raise `LossError` for what `user_code` in this block may not do.
 
-        It must neither contain reentrant checkpoints nor communicate with other workers.
+        It must neither contain reentrant checkpoints nor communicate with other workers. A step
+        enters this once, because it takes longer than a lane's `user_code`.
         """
-        with self.autocast(), no_reentrant_checkpoints():
+
+        def in_user_code(refuse: Callable[[Any], object]) -> Callable[[Any], object]:
+            return lambda argument: self._is_in_user_code and refuse(argument)
+
+        with before_reentrant_checkpoints(in_user_code(refuse_reentrant)):
             if self.lanes == 1:  # and a single worker
                 yield
                 return
-            with before_collectives(lambda name: refuse_collective(f"torch.distributed.{name}")):
+            refuse = in_user_code(lambda name: refuse_collective(f"torch.distributed.{name}"))
+            with before_collectives(refuse):
                 yield
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Run the loss function, or `embed`, in this block."""
+        self._is_in_user_code = True
+        try:
+            with self.autocast():
+                yield
+        finally:
+            self._is_in_user_code = False
 
     def keep_casts(self) -> AbstractContextManager[Any]:
         """Return a context in which several `autocast` blocks cast each parameter once."""
@@ -169,7 +190,7 @@ class LanePass:
         self._copies = HostCopies()
         self._results: list[tuple[int, float, dict[str, Tensor]]] = []  # with such copies
         # samples, and what the mean of a cross-entropy was divided by, with such copies
-        self._divisors: list[tuple[int, float, Tensor]] = []
+        self._divisors: list[tuple[int, float, list[Tensor]]] = []
         self.exchange_seconds = 0.0  # of `run`
         self.watched: int | None = None  # the lane that is computed again
         self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
@@ -261,7 +282,7 @@ class LanePass:
         if graphs is not None:
             graphs.judge()
         results = [
-            (lane, count, {name: value.double().tolist() for name, value in metrics.items()})
+            (lane, count, {name: _number(value) for name, value in metrics.items()})
             for lane, count, metrics in self._results
         ]
         # per subtree; a parameter is missing only if no subtree has it
@@ -275,7 +296,7 @@ class LanePass:
             "buffers": buffers.written(),
             "late": buffers.late(),
             "divisors": [
-                (lane, count, divisors.tolist()) for lane, count, divisors in self._divisors
+                (lane, count, [*map(float, divisors)]) for lane, count, divisors in self._divisors
             ],
         }
 
@@ -283,17 +304,32 @@ class LanePass:
         if lane not in self._batches:  # no samples
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
-        device = f"{replica.device} on worker {self.context.world.rank}"
-        samples, gradients = partial(self._samples, lane), partial(self._gradients, lane, replica)
-        lanes, step = self.context.lanes, self.seed[0]
-        with explained_errors(lane, lanes, samples, device, step, lambda: finished(gradients())):
-            try:
-                return (yield from gradients())
-            except (MemoryError, RuntimeError) as error:
-                if not (is_out_of_memory(error) and self._frees_graphs(lane)):
-                    raise
-            self._forget(lane, replica)
-            return (yield from gradients())
+        compute = self._gradients if self.context.graphs is None else self._with_graphs
+        try:
+            return (yield from compute(lane, replica))
+        except (MemoryError, RuntimeError, ValueError) as error:
+            explanation = explanation_of(
+                error,
+                lane,
+                self.context.lanes,
+                self._samples(lane),
+                f"{replica.device} on worker {self.context.world.rank}",
+                self.seed[0],
+                again=lambda: finished(self._gradients(lane, replica)),
+            )
+            if explanation is None:
+                raise
+            raise explanation from error
+
+    def _with_graphs(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
+        """Compute a lane, and once more if graphs hold the memory that it needs."""
+        try:
+            return (yield from self._gradients(lane, replica))
+        except (MemoryError, RuntimeError) as error:
+            if not (is_out_of_memory(error) and self._frees_graphs(lane)):
+                raise
+        self._forget(lane, replica)
+        return (yield from self._gradients(lane, replica))
 
     def _frees_graphs(self, lane: int) -> bool:
         """Return whether graphs gave their memory to a lane that can be computed once more."""
@@ -336,10 +372,8 @@ class LanePass:
                 else:
                     returned = self.loss.fn(self.loss.model, batch)
                 loss, metrics = split_loss(returned, lane)
-            on_device = {"loss": loss.detach(), **metrics, **self._divisor(loss)}
-            scalars = self._copied(on_device)
-            if (divisor := scalars.pop(DIVISOR, None)) is not None:
-                self._divisors.append((lane, count, divisor))
+            on_device = {"loss": loss.detach(), **metrics, **self._divisors_of(loss)}
+            scalars = self._noted(lane, count, on_device)
             if context.lanes > 1:  # a single lane leaves in buffers what it wrote
                 context.buffers.end_forward(lane, replica.number, self._copies.of)
             # of the loss's shape; None is 1
@@ -354,12 +388,21 @@ class LanePass:
         self._results.append((lane, count, scalars))
         return gradients
 
-    def _divisor(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return what a mean was divided by, where the weights of lanes are their samples."""
+    def _divisors_of(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return what each cross-entropy was divided by, if lanes are weighted by their samples."""
         if self.loss.count is not None or self.loss.reduction == "sum" or self.context.lanes == 1:
             return {}
-        divisors = divisors_of(loss)
-        return {DIVISOR: torch.stack(divisors)} if divisors else {}  # [cross-entropies]
+        return {f"{DIVISOR}{number}": value for number, value in enumerate(divisors_of(loss))}
+
+    def _noted(self, lane: int, count: float, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Note the divisors among a lane's scalars on its device, and return the others.
+
+        All are copied to the host from now on: before backward, so that reading waits for forward.
+        """
+        copies = dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
+        if divisors := [copies.pop(name) for name in scalars if name.startswith(DIVISOR)]:
+            self._divisors.append((lane, count, divisors))
+        return copies
 
     def _moved(self, lane: int, replica: Replica) -> Any:
         """Return a lane's batch on its device, and begin to copy that of the next lane there."""
@@ -368,10 +411,6 @@ class LanePass:
             if n not in self._begun:
                 self._begun[n] = replica.copier.begin(self._batches[n])
         return self._begun.pop(lane)()
-
-    def _copied(self, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy scalars to the host before backward, so that reading waits for forward."""
-        return dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
 
     def _differentiate(
         self,
@@ -437,7 +476,7 @@ class LanePass:
         with context.user_code():
             fn = cast(LossFn, self.loss.fn)
             loss, metrics = split_loss(fn(self.loss.model, batch), lane)
-        scalars = {"loss": loss.detach(), **metrics, **self._divisor(loss)}
+        scalars = {"loss": loss.detach(), **metrics, **self._divisors_of(loss)}
         changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
         # rounded to the loss's dtype as `torch.full_like` does
         weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
@@ -447,9 +486,7 @@ class LanePass:
 
     def _taken(self, lane: int, replica: Replica, count: float, values: LaneValues) -> Gradients:
         """Return the gradients of a lane that a graph computed; note its other results."""
-        scalars, buffers = self._copied(values.scalars), self.context.buffers
-        if (divisor := scalars.pop(DIVISOR, None)) is not None:
-            self._divisors.append((lane, count, divisor))
+        scalars, buffers = self._noted(lane, count, values.scalars), self.context.buffers
         if self.context.lanes > 1:
             buffers.note_changes(lane, replica.number, values.changes, self._copies.of)
             buffers.end_lane(lane, replica.number)
@@ -507,9 +544,8 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
             "the loss function must return (loss, dict of scalars by name), got"
             f" {type(metrics).__name__} instead of the dict"
         )
-    return loss, {
-        name: _detached(name, value) for name, value in metrics.items() if not is_empty(value)
-    }
+    detached = {name: _detached(name, value) for name, value in metrics.items()}
+    return loss, {name: value for name, value in detached.items() if value is not None}
 
 
 def _kind(value: Any) -> str:
@@ -542,16 +578,26 @@ def sum_of_entries(value: Tensor) -> Tensor:
     return torch.stack([total, torch.full_like(total, value.numel())])
 
 
-def _detached(name: str, value: Any) -> Tensor:
-    if has_entries(value):
-        return sum_of_entries(value)
-    with suppress(TypeError, ValueError):
-        if not isinstance(value, Tensor):
-            return torch.tensor(float(value), dtype=torch.float64)
+def _detached(name: str, value: Any) -> Tensor | None:
+    """Return a metric as a scalar or [sum, entries], without a graph; None if it has no entry."""
+    if isinstance(value, Tensor):
+        if value.ndim == 0:
+            return value.detach()
+        if has_entries(value):
+            return sum_of_entries(value) if value.numel() else None
         if value.numel() == 1:
             return value.detach().reshape(())
+    else:
+        with suppress(TypeError, ValueError):
+            return torch.tensor(float(value), dtype=torch.float64)
     advice = "return the mean over the lane's items, or an entry per item as booleans or integers"
     raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
+
+
+def _number(value: Tensor) -> float | list[float]:
+    """Return the value of a scalar, exactly, or [sum, entries]."""
+    numbers: list[float] = value.tolist() if value.ndim else [float(value)]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 class HostCopies:
@@ -565,8 +611,8 @@ class HostCopies:
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return float64 copies of a GPU's tensors, valid after `wait`; others as they are."""
-        copies = dict(enumerate(tensors))  # by number, to keep the order
-        for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda):
+        copies = [*tensors]
+        for device in dict.fromkeys([tensor.device for tensor in tensors if tensor.is_cuda]):
             numbers = [n for n, tensor in enumerate(tensors) if tensor.device == device]
             # float64 [values], so that each GPU makes one copy
             joined = torch.cat([tensors[n].double().reshape(-1) for n in numbers])
@@ -576,7 +622,7 @@ class HostCopies:
             sizes = [tensors[n].numel() for n in numbers]
             for n, copy in zip(numbers, on_host.split(sizes), strict=True):
                 copies[n] = copy.reshape(tensors[n].shape)
-        return list(copies.values())
+        return copies
 
     def wait(self) -> None:
         """Wait until all copies are complete."""

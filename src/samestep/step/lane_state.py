@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -84,20 +84,21 @@ class LaneState:
             self._is_first = False  # no search for a lane that is computed again later
         after = _marks(tensors, compares_bits=compares_bits)
         if before != after:
-            changed = next(n for n in range(len(tensors)) if before[n] != after[n])
-            raise self._changed(tensors[changed], others)
+            marks = zip(tensors, zip(*before, strict=True), zip(*after, strict=True), strict=True)
+            changed = next(tensor for tensor, old, new in marks if old != new)
+            raise self._changed(changed, others)
         if self._calls >= FIRST_CALLS:
             self._set.clear()
 
-    @contextmanager
-    def lane(self, lane: int) -> Iterator[None]:
-        """Compute a lane in the block.
+    def lane(self, lane: int) -> AbstractContextManager[None]:
+        """Return the context of a lane.
 
         Raises `LossError` if it reads a tensor that each lane replaces; only in the first calls.
         """
-        if self._calls > FIRST_CALLS:
-            yield
-            return
+        return self._first_lane(lane) if self._calls <= FIRST_CALLS else nullcontext()
+
+    @contextmanager
+    def _first_lane(self, lane: int) -> Iterator[None]:
         before: dict[Place, Any] = {
             place: reference.value() for place, reference in self._places.items()
         }
@@ -198,12 +199,10 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _marks(tensors: Sequence[Tensor], *, compares_bits: bool) -> list[tuple[int, ...]]:
-    """Return what changes if a tensor is changed, for each of them."""
+def _marks(tensors: Sequence[Tensor], *, compares_bits: bool) -> list[list[int]]:
+    """Return what changes if a tensor is changed, [marks, tensors]."""
     marks = [versions_of(tensors), [tensor.data_ptr() for tensor in tensors]]
-    if compares_bits:
-        marks.append(_hashes(tensors))
-    return list(zip(*marks, strict=True))
+    return [*marks, _hashes(tensors)] if compares_bits else marks
 
 
 def _hashes(tensors: Sequence[Tensor]) -> list[int]:

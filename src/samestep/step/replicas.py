@@ -8,7 +8,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -142,10 +142,10 @@ class Replica:
         self.twins: dict[int, Tensor] = {}  # by the ids of the modules' own tensors
         self.staged: set[int] = set()  # ids of those that lie in a `StagedTensors`
 
-    def of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+    def of(self, parameters: Sequence[Parameter]) -> Sequence[Parameter]:
         """Return this device's replicas of parameters."""
         if self.number == 0:
-            return list(parameters)
+            return parameters
         # the twin of a parameter is a parameter
         return [self.twins[id(parameter)] for parameter in parameters]  # type: ignore[misc]
 
@@ -241,10 +241,15 @@ class Replicas:
                 if id(twin) not in replica.staged:  # or user code has replaced it
                     twin.copy_(tensor, non_blocking=True)
 
-    @contextmanager
-    def on(self, replica: Replica) -> Iterator[None]:
+    def on(self, replica: Replica) -> AbstractContextManager[Any]:
         """Make a device current, with its tensors in the modules, for the block."""
-        with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
+        is_cuda = replica.device.type == "cuda"
+        current = torch.cuda.device(replica.device) if is_cuda else nullcontext()
+        return self._swapped(replica, current) if replica.tensors else current
+
+    @contextmanager
+    def _swapped(self, replica: Replica, current: AbstractContextManager[Any]) -> Iterator[None]:
+        with current:
             self._swap(replica)
             try:
                 yield
@@ -253,8 +258,8 @@ class Replicas:
 
     def _swap(self, replica: Replica) -> None:
         homes = self._homes.values()
-        for number, (home, tensor) in enumerate(zip(homes, replica.tensors, strict=False)):
-            replica.tensors[number] = home.tensor  # device 0 has no tensors, so it swaps none
+        for number, (home, tensor) in enumerate(zip(homes, replica.tensors, strict=True)):
+            replica.tensors[number] = home.tensor
             home.put(tensor)
 
 

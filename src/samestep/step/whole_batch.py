@@ -222,7 +222,8 @@ class WholeBatchPass(LanePass):
                     f" {context.world.rank} at step {self.seed[0]}; use a smaller batch_size, or"
                     " compute the loss in parts with activation checkpointing"
                 ) from error
-        self._scalars = self._copied({"loss": loss.detach(), **metrics})
+        scalars = {"loss": loss.detach(), **metrics}
+        self._scalars = dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
         self._loss = loss if has_lane_0 else None
         gradients = dict(zip(map(id, inputs), input_gradients, strict=True))
         watched = {} if self.watched is None else self._embeddings_of(self.watched, gathered)
