@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.nn import functional as F
 from torchmetrics import classification, regression, wrappers
 
 from samestep import check_metric
@@ -175,6 +176,56 @@ def test_equal_accuracies_are_equal_numbers():
     means = [means_of(accuracies, Right(), batch_size=size) for size in (64, 100, 397)]
     assert {each["exact"] for each in means} == {382 / 397}
     assert {each["rounded"] for each in means} != {382 / 397}  # floats are not changed
+
+
+WEIGHT = torch.tensor([0.1, 0.2, 1.0, 3.0, 0.5])
+
+
+def as_loss(logits, labels):
+    return F.cross_entropy(logits, labels, WEIGHT)
+
+
+def as_number(logits, labels):
+    return {"other": logits.mean(), "loss": as_loss(logits, labels).item()}
+
+
+def as_module(logits, labels):
+    return nn.NLLLoss(ignore_index=2)(logits.log_softmax(1), labels), {"n": labels.float().mean()}
+
+
+@pytest.mark.parametrize("result", [as_loss, as_number, as_module])
+def test_a_mean_over_other_items_than_samples_needs_a_count(result):
+    dataset = Scores(37)
+    message = r"cross-entropy of block 0 is a mean over .* for 8 samples.* count= to run\.evaluate"
+    with pytest.raises(EvaluationError, match=message):
+        means_of(lambda _, batch: result(*batch[:2]), dataset)
+    means_of(lambda _, batch: result(*batch[:2]), dataset, count=lambda batch: len(batch[0]))
+
+
+def each_sample(logits, labels):
+    losses = [as_loss(logits[n : n + 1], labels[n : n + 1]) for n in range(len(labels))]
+    return torch.stack(losses).mean()
+
+
+def equal_weights(logits, labels):
+    return F.cross_entropy(logits, labels, torch.full([CLASSES], 0.3))
+
+
+def sequences(logits, labels):
+    """Two labels of each sample."""
+    return F.cross_entropy(logits.repeat(2, 1), labels.repeat(2))
+
+
+def probabilities(logits, labels):
+    return F.cross_entropy(logits, F.one_hot(labels, CLASSES).float(), WEIGHT)
+
+
+@pytest.mark.parametrize("result", [each_sample, equal_weights, sequences, probabilities])
+def test_a_mean_over_samples_needs_no_count(result):
+    dataset = Scores(37)
+    expected = result(dataset.logits, dataset.labels).item()
+    means = means_of(lambda _, batch: result(*batch[:2]), dataset)
+    assert means["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_blocks_without_items_do_not_count():

@@ -197,6 +197,19 @@ def test_the_divisor_of_a_cross_entropy(smoothing):
     assert internals.divisors_of(torch.stack([loss, maps]).mean()) == []
 
 
+def test_the_divisor_of_a_cross_entropy_without_a_graph():
+    scores, labels = torch.randn(4, 3), torch.tensor([0, 2, 2, 1])
+    weight, noted = torch.tensor([1.0, 2.0, 0.25]), []
+    with torch.no_grad(), internals.noted_mean_cross_entropies(lambda *pair: noted.append(pair)):
+        first = nn.functional.cross_entropy(scores, labels, weight, label_smoothing=0.1)
+        second = nn.functional.nll_loss(scores, labels, weight, ignore_index=0)
+        nn.functional.cross_entropy(scores, labels, reduction="sum")
+        nn.functional.cross_entropy(scores, torch.ones(4, 3) / 3)
+    nn.functional.cross_entropy(scores, labels)
+    assert [loss for loss, _ in noted] == [first, second]
+    assert [divisor.item() for _, divisor in noted] == [3.5, 2.5]
+
+
 @pytest.mark.parametrize("decision", [0.0, 1.0])
 def test_the_decision_to_skip_a_step_can_be_changed(decision):
     calls = []
@@ -297,25 +310,26 @@ def test_groups_at_the_master_s_port_use_another_store(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     limits, place = [], {"rank": 0, "world_size": 1}
     store = dist.HashStore()
-    internals.on_new_group_store(lambda timeout: limits.append(timeout) or store)
+    internals.on_new_group_store(lambda rank, timeout: limits.append((rank, timeout)) or store)
     for method in ("env://", f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"):
         limit = timedelta(seconds=7)
         assert next(dist.rendezvous(method, **place, timeout=limit)) == (store, 0, 1)
-    assert limits == [limit] * 2
+    assert limits == [(0, limit)] * 2
     other, *_ = next(dist.rendezvous(f"tcp://127.0.0.1:{free_port()}", **place))
     assert isinstance(other, dist.TCPStore)
 
 
 def test_process_groups(tmp_path):
-    groups = []
+    groups, earlier = [], []
     former = dist.distributed_c10d._pg_map
-    internals.on_new_group(groups.append)
+    internals.on_new_group(lambda group, live: groups.append(group) or earlier.append([*live]))
     try:
         store = f"file://{tmp_path / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         assert groups == [dist.group.WORLD]
         other = dist.new_group([0])
         assert groups[1:] == [other]
+        assert earlier == [[], [dist.group.WORLD]]
         store = internals.default_store()
         store.set("name", "value")
         assert store.get("name") == b"value"

@@ -20,6 +20,10 @@ A message says what is wrong with which value, what was expected, and what to do
 from __future__ import annotations
 
 import types
+from typing import Final
+
+# in the error of a worker after another one has reported an error of its own
+FAILED_FIRST: Final = "failed first"
 
 
 class SamestepError(Exception):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain, cycle
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from samestep.data.agreement import DataCheck
 from samestep.data.batch import Incomplete, begin_to_host, samples_in
@@ -23,6 +24,7 @@ from samestep.data.loader import Request, compared, load, load_again, size_of
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Means, Metric, as_metric, merged_values, unique
+from samestep.step.guards import check_divisors
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import (
     Count,
@@ -34,6 +36,7 @@ from samestep.step.lane_pass import (
     read_together,
     sum_of_entries,
 )
+from samestep.torch_internals import noted_mean_cross_entropies
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
@@ -81,22 +84,31 @@ class Evaluation:
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
         self._own_blocks = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
+        self._means: list[tuple[Tensor, Tensor]] = []  # of the current block, with their divisors
         self._torchmetrics: dict[str, Any] = {}  # move between devices if they are used again
 
     def means(self, fn: LossFn, model: Any, count: Count | None) -> dict[str, Any]:
         """Return means over all samples (or items that `count` counts) and values of metrics."""
         # Per block: items, scalars and metrics. Scalars are tensors of one element or floats; they
         # stay on the device until every block has been started.
-        blocks = [
-            (
-                counted(count, block.batch, f"block {block.number}") if count else block.samples(),
-                *self._results(returned),
-            )
-            for block, returned in self._outputs(fn, model)
-        ]
+        blocks = []
+        divisors: list[Tensor] = []  # of the cross-entropies of all own blocks, float64 [] each
+        numbers: list[int] = []  # of the blocks, for each divisor
+        with self._noted_means() if count is None else nullcontext():
+            for block, returned in self._outputs(fn, model):
+                own_divisors = self._divisors_of(returned)
+                divisors += own_divisors
+                numbers += [block.number] * len(own_divisors)
+                where = f"block {block.number}"
+                items = counted(count, block.batch, where) if count else block.samples()
+                blocks.append((items, *self._results(returned)))
         values = [value for _, scalars, _ in blocks for value in scalars.values()]
         # float64 values of the tensors, in the order of `values`: [value] or [sum, entries]
-        read = iter(read_together([value for value in values if _is_tensor(value)]))
+        tensors = [value for value in values if _is_tensor(value)]
+        read = iter(read_together([*divisors, *tensors]))
+        by_block: dict[int, list[float]] = {}
+        for number in numbers:
+            by_block.setdefault(number, []).extend(next(read))
         own_results = [
             (
                 items,
@@ -105,16 +117,25 @@ class Evaluation:
                     for name, value in scalars.items()
                 },
                 sorted(metrics),  # JSON holds only their names; `merged_values` sends the metrics
+                by_block.get(number, []),
             )
-            for items, scalars, metrics in blocks
+            for number, (items, scalars, metrics) in zip(self._own_blocks, blocks, strict=True)
         ]
         gathered = self._check.compare(own_results, "gathering results of an evaluation")
         all_results = list(chain.from_iterable(gathered))  # by block: ranks hold consecutive blocks
-        results = [LaneResult(0, 0, items, scalars) for items, scalars, _ in all_results if items]
+        check_divisors(
+            [
+                (number, result[0], result[3])
+                for number, result in enumerate(all_results)
+                if result[3] and result[0]
+            ],
+            *("block", "run.evaluate", EvaluationError),
+        )
+        results = [LaneResult(0, 0, items, scalars) for items, scalars, *_ in all_results if items]
         if not results:
             raise EvaluationError("count must return at least 1 item over the data set, got 0")
         expected = all_results[0][2]
-        for number, (_, _, names) in enumerate(all_results):
+        for number, (_, _, names, _) in enumerate(all_results):
             if names != expected:
                 raise EvaluationError(
                     f"fn must return the same metrics for every block, got {expected} for block 0 "
@@ -125,6 +146,28 @@ class Evaluation:
             merged_values(self._world, self._own_blocks, self._blocks, metrics) if expected else {}
         )
         return unique(Means(results), merged)
+
+    @contextmanager
+    def _noted_means(self) -> Iterator[None]:
+        """Note the mean cross-entropies of each block, and what they are divided by."""
+        with noted_mean_cross_entropies(lambda *pair: self._means.append(pair)):
+            yield
+
+    def _divisors_of(self, returned: Any) -> list[Tensor]:
+        """Return what the mean cross-entropies that `fn` returned for a block are divided by.
+
+        Others, such as those of single samples, may be averaged in any way.
+        """
+        means, self._means = self._means, []
+        values = _named(returned).values()
+        return [
+            divisor
+            for loss, divisor in means
+            if any(
+                value is loss or (isinstance(value, float) and value == float(loss))
+                for value in values
+            )
+        ]
 
     def outputs(self, fn: LossFn, model: Any) -> Any:
         """Return the outputs of all samples in data set order on rank 0, None elsewhere."""

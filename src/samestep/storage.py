@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import inspect
+import logging
+import math
 import os
 import random
 import re
@@ -206,7 +208,8 @@ class Storage:
     """The files below a URL.
 
     A method raises `StorageError` if its request still fails after all `retries`, or once
-    `given_up` is set, and `ConfigError` if fsspec does not know the URL or lacks a package for it.
+    `given_up` is set or the time of `retry_for` has passed, and `ConfigError` if fsspec does not
+    know the URL or lacks a package for it.
     fsspec and the storage's own library find credentials in their files and variables.
     """
 
@@ -220,6 +223,8 @@ class Storage:
         self._address = url.rstrip("/")
         self.url = mask_urls(self._address)  # for messages and the record
         self.given_up = threading.Event()
+        self._deadline = math.inf  # monotonic, for further tries
+        self._says_wait = True  # once, if there is a deadline
         self._retries = retries
 
     def open(self) -> None:
@@ -230,6 +235,10 @@ class Storage:
             raise
         except Exception:  # noqa: BLE001  libraries have their own errors
             return
+
+    def retry_for(self, seconds: float) -> None:
+        """Repeat requests only within the next `seconds`, and say what is waited for."""
+        self._deadline = time.monotonic() + seconds
 
     @property
     def is_concurrent(self) -> bool:
@@ -334,10 +343,26 @@ class Storage:
                 raise
             except Exception as error:
                 delay = next(delays, None)
-                if delay is None or _is_final(error) or self.given_up.wait(delay):
+                reason = mask_urls(f"{type(error).__name__}: {error}")
+                if (
+                    delay is None
+                    or _is_final(error)
+                    or time.monotonic() + delay > self._deadline
+                    or self._waits(delay, reason)
+                ):
                     target = f"{self.url}/{path}".rstrip("/")
-                    reason = mask_urls(f"{type(error).__name__}: {error}")
                     raise StorageError(f"cannot {verb} {target}: {reason}") from error
+
+    def _waits(self, delay: float, reason: str) -> bool:
+        """Wait before the next try, and say so if somebody waits; return whether to give up."""
+        seconds = self._deadline - time.monotonic()
+        if self._says_wait and seconds < math.inf:
+            self._says_wait = False
+            logging.getLogger("samestep").warning(
+                "waiting up to %.0f s for %s, which does not respond: %s",
+                *(seconds, self.url, reason),
+            )
+        return self.given_up.wait(delay)
 
     @cached_property
     def _root(self) -> tuple[Any, str]:

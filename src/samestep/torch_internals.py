@@ -34,7 +34,11 @@ COLLECTIVES: Final = {
     "torch.distributed.distributed_c10d": ("_rank_not_in_group",),
     "torch.distributed._functional_collectives": ("_resolve_group", "_resolve_group_name"),
 }
+CROSS_ENTROPIES: Final = ("cross_entropy_loss", "nll_loss_nd")
 NODES: Final = 8  # of a loss's graph that are searched for a cross-entropy
+
+# Attributes of every module, such as its hooks, without its buffers, which user code may add to.
+MODULE_ATTRIBUTES: Final = frozenset(vars(Module())) - {"_buffers"}
 
 # One call for many tensors, because each call takes microseconds. torch's optimizers use them.
 foreach_add_: Final = torch._foreach_add_
@@ -183,6 +187,43 @@ def divisors_of(loss: Tensor) -> list[Tensor]:
     return found
 
 
+@contextmanager
+def noted_mean_cross_entropies(note: Callable[[Tensor, Tensor], object]) -> Iterator[None]:
+    """In this block, call `note(loss, divisor)`, scalars, for each mean cross-entropy of labels.
+
+    Without a graph, nothing keeps the sum of the class weights. The functions of torch.nn look up
+    these two, which have positional arguments, in `torch._C._nn`.
+    """
+    namespace: Any = torch._C._nn  # noqa: SLF001
+
+    def noting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fn(*args: Any) -> Tensor:
+            loss = original(*args)
+            _, target, weight, reduction, ignored = args[:5]
+            if reduction == 1 and type(loss) is Tensor and not target.is_floating_point():
+                note(loss, _divisor(target, weight, ignored))
+            return loss
+
+        return fn
+
+    originals = {name: getattr(namespace, name) for name in CROSS_ENTROPIES}
+    for name, original in originals.items():
+        setattr(namespace, name, noting(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(namespace, name, original)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """Return the sum of the weights of labels [...] that are not ignored, float64 []."""
+    is_kept = target != ignored
+    if weight is None:
+        return is_kept.sum(dtype=torch.float64)
+    return (weight.double()[target.where(is_kept, 0)] * is_kept).sum()
+
+
 class GradScalerHooks(torch.amp.GradScaler):
     """A GradScaler whose search for infinite gradients can be extended, which is not public."""
 
@@ -304,35 +345,42 @@ def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> N
     group._get_backend(device)._set_default_timeout(timeout)  # noqa: SLF001
 
 
-def on_new_group(call: Callable[[Any], object]) -> None:
-    """Call a function with each process group of torch.distributed that is made from now on.
+def on_new_group(call: Callable[[Any, Collection[Any]], object]) -> None:
+    """Call `call(group, groups)` with each process group that is made from now on.
 
-    torch keeps all groups in the dict `_pg_map`, and calls nothing else when it adds one.
+    `groups` are the earlier ones that are not destroyed. torch keeps all groups in the dict
+    `_pg_map`, and calls nothing else when it adds one.
     """
     from torch.distributed import distributed_c10d
 
     class Groups(dict[Any, Any]):
         def __setitem__(self, group: Any, value: Any) -> None:
-            call(group)
+            call(group, self.keys())
+            world = distributed_c10d._world  # noqa: SLF001
+            world.group_count = max(world.group_count, 1)  # `create_store` may have reset it
             super().__setitem__(group, value)
 
     if hasattr(distributed_c10d, "_pg_map"):  # not if torch is built without torch.distributed
         distributed_c10d._pg_map = Groups(distributed_c10d._pg_map)  # noqa: SLF001
 
 
-def on_new_group_store(connect: Callable[[timedelta], Any]) -> None:
-    """Let `connect(timeout)` return the store of groups that workers make at MASTER_PORT.
+def on_new_group_store(connect: Callable[[int, timedelta], Any]) -> None:
+    """Let `connect(rank, timeout)` return the store of groups that workers make at MASTER_PORT.
 
-    torch's own store there admits everyone. `register_rendezvous_handler` replaces no handler.
+    torch's own store there admits everyone. `register_rendezvous_handler` replaces no handler. The
+    default group's name is the number of groups so far, which a failed try increases on some
+    workers only, so it starts anew.
     """
+    distributed_c10d: Any = import_module("torch.distributed.distributed_c10d")
     module: Any = import_module("torch.distributed.rendezvous")  # the package has such a function
     create = module._create_c10d_store  # noqa: SLF001
 
     def create_store(hostname: str, port: int, *rest: Any, **named: Any) -> Any:
         master = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
         if (hostname, str(port)) == master:
-            _rank, _size, timeout, *_ = rest
-            return connect(timeout)
+            rank, _size, timeout, *_ = rest
+            distributed_c10d._world.group_count = 0  # noqa: SLF001  of the next try
+            return connect(rank, timeout)
         return create(hostname, port, *rest, **named)
 
     module._create_c10d_store = create_store  # noqa: SLF001

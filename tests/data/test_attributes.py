@@ -90,6 +90,34 @@ def test_a_change_in_the_body_of_a_loop_is_refused_where_it_would_be_lost():
         assert next(loop(loader_workers=workers)).tolist() == [1.0] * 8
 
 
+class Counting(Curriculum):
+    """Counts its loads, and remembers a few, in each process."""
+
+    def __init__(self):
+        super().__init__()
+        self.loads, self.last, self.seen = 0, None, {}
+
+    def __getitem__(self, index):
+        self.loads += 1
+        self.last = index
+        self.seen[index % 4] = self.loads
+        return torch.tensor(self.noise)
+
+
+@forks
+def test_what_loading_changes_may_change_in_the_body_of_the_loop():
+    data = Counting()
+    batches = load(data, REQUESTS, collate_fn=None, loader_workers=2, pin_memory=False)
+    next(batches)
+    for index in range(3):  # such as a picture of it
+        data[index]
+        next(batches)
+    assert (data.loads, data.last) == (3, 2)
+    data.noise = 1.0
+    with pytest.raises(DataError, match=r"attribute dataset\.noise changed from 0\.0 to 1\.0"):
+        next(batches)
+
+
 class InFile:
     """Sample `i` is a line with the number `i`, read by the method that `how` names."""
 

@@ -132,3 +132,25 @@ def test_buffers_of_any_dtype_are_replicated(gpus):
     first, second = gpus.workers(2, replicated, **{VISIBLE: "0,1"})
     assert [dtype for dtype, _ in first] == DTYPES
     assert first == second
+
+
+def swapped():
+    """Let each of three lanes swap two values of a frozen layer through `.data`."""
+    with ss.init(lanes=3, timeout=60) as run:
+        model = run.replicate(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+        model[1].requires_grad_(requires_grad=False)
+
+        def loss_fn(model, rows):
+            bias = model[1].bias
+            version = bias._version
+            bias.data.copy_(bias.data.flip(0))  # the same bytes in another order
+            assert bias._version == version
+            return model[0](rows).sum()
+
+        for batch in run.batches(torch.ones(9, 2), 9, steps=1):
+            run.backward(loss_fn, model, batch)
+
+
+def test_values_that_a_lane_swaps_are_noticed(gpus):
+    with pytest.raises(AssertionError, match=r"a lane changed the parameter model\.1\.bias"):
+        gpus.call(swapped)

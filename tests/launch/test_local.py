@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,45 @@ def test_process_groups_of_a_script_use_the_run_s_store_and_their_port_is_free()
         return kind.__name__, sums, store.add("arrived", 1) in {1, 2}
 
     assert launch(body, workers=2) == ("TokenStore", [2, 2, 2], True)
+
+
+def test_destroyed_process_groups_keep_few_files_open():
+    def body():
+        numbers = []
+        for _ in range(14):
+            dist.init_process_group("gloo")
+            dist.new_group([0, 1])
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+            numbers.append(len([*Path("/proc/self/fd").iterdir()]))
+        return numbers
+
+    numbers = launch(body, workers=2)
+    assert numbers[3] > numbers[0]  # kept
+    assert numbers[13] == numbers[9]
+
+
+def test_workers_agree_on_a_process_group_after_one_of_them_has_failed(tmp_path):
+    def body():
+        failed = tmp_path / "failed"
+        if rank() == 0:
+            with pytest.raises(dist.DistError):  # worker 1 does not come
+                dist.init_process_group("gloo", timeout=timedelta(seconds=0.2))
+            failed.touch()
+        while not failed.exists():
+            time.sleep(0.01)
+        sums = []
+        for _ in range(2):
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            other = dist.new_group([0, 1])
+            total = torch.ones(1)
+            dist.all_reduce(total, group=other)
+            sums.append(total.item())
+            dist.destroy_process_group()
+        return sums
+
+    assert launch(body, workers=2) == [2.0, 2.0]
 
 
 def test_a_worker_that_does_not_exit_is_ended_with_its_result(capfd):

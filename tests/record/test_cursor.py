@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
 import logging
 import threading
+import time
 
 import pytest
 
 from samestep.errors import RecordError
 from samestep.record import cursor as module
+from samestep.record import sinks
 from samestep.record.cursor import FILE, Cursor, Sender, lock
+from samestep.record.events import FILE_NAME
 from samestep.record.source import open_source
 from tests.faults import full_disk
 
@@ -79,6 +83,7 @@ def test_an_unwritable_directory_raises(tmp_path):
 class Remote:
     """A destination whose calls block until `allowed`, then return or fail; counts its calls."""
 
+    waits_until = 0.0
     name, dropped = "remote", 0
 
     def __init__(self):
@@ -213,3 +218,50 @@ def test_a_hanging_destination_is_abandoned_and_reported(run, monkeypatch):
     assert sender.status(size(run))["error"] == "no response for more than 0 seconds"
     remote.allowed.release(100)
     assert sender.wait(None)
+
+
+class LateSource:
+    """A source whose last event is written after it was found to be empty during `finish`."""
+
+    def __init__(self, directory, last):
+        self._source, self._file, self._last = open_source(directory), directory / FILE_NAME, last
+        self.sender = None
+        self.empty_reads = 0
+
+    def read(self, offset):
+        lines = self._source.read(offset)
+        if not lines and self.sender is not None and self.sender._finishing.is_set():
+            self.empty_reads += 1
+            if self._last is not None:
+                with self._file.open("a") as file:
+                    file.write(json.dumps(self._last) + "\n")
+                self._last = None
+        return lines
+
+
+def failed(error, *, is_secondary):
+    fields = {"error": error, "is_secondary": is_secondary, "time": time.time()}
+    return {"event": "failed", **fields}
+
+
+@pytest.mark.parametrize("cause", [failed("ValueError: no data", is_secondary=False), None])
+def test_a_hook_gets_the_failure_that_another_worker_has_named(tmp_path, monkeypatch, cause):
+    """Worker 0 has recorded its own error and ended the run; worker 1 records its error later."""
+    errors = []
+    monkeypatch.setattr(
+        sinks, "find_hook", lambda name: lambda event: errors.append(event["error"])
+    )
+    if cause is None:  # it never comes: the wait is limited
+        monkeypatch.setattr(sinks, "CAUSE_SECONDS", 0.2)
+    named = "WorldError: worker 1 (host a) failed first, at step 3: ValueError: no data"
+    (tmp_path / "record").mkdir()
+    line = json.dumps(failed(named, is_secondary=True)) + "\n"
+    (tmp_path / FILE_NAME).write_text(line)
+    source = LateSource(tmp_path, cause)
+    sender = source.sender = Sender(
+        source, sinks.HookAdapter("m:f", tmp_path, source, Cursor(tmp_path))
+    )
+    sender.finish()
+    assert sender.wait(None)
+    assert errors == [named, "ValueError: no data"][: 1 if cause is None else 2]
+    assert source.empty_reads > 0

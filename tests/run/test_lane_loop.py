@@ -43,11 +43,22 @@ def stream(lane):
         yield torch.randn(3, 1, 8, 8, generator=generator), torch.tensor([1, 2, 3])
 
 
+def embed(model, batch):
+    features = model(batch[0])
+    return {"left": features, "right": features + 0.1 * torch.randn_like(features)}
+
+
+def contrast(model, embeddings):
+    scores = embeddings["left"] @ embeddings["right"].T
+    return F.cross_entropy(scores, torch.arange(len(scores))), {"noise": torch.rand(())}
+
+
 # name: (loss function, options of run.backward and batch.lanes)
 LOSSES = {
     "samples": (loss_fn, {}),
     "count": (counted_loss, {"count": words}),
     "sum": (summed_loss, {"reduction": "sum"}),
+    "embed": (contrast, {"embed": embed}),
 }
 
 
@@ -64,7 +75,7 @@ def gradient(run, batch, model, name, *, inline):
 
 def trained(inline, options, source="batches", name="samples", size=40):
     """Return a hash of all results of a training with dropout, BatchNorm and clipping."""
-    with ss.init(lanes=4, timeout=60, **options) as run:
+    with ss.init(**{"lanes": 4, "timeout": 60, **options}) as run:
         torch.manual_seed(0)
         model = run.replicate(Net())
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -95,6 +106,8 @@ def trained(inline, options, source="batches", name="samples", size=40):
         pytest.param({}, "batches", "count", id="count"),
         pytest.param({"devices": 2}, "batches", "sum", id="sum and two devices"),
         pytest.param({}, "streams", "samples", id="streams"),
+        pytest.param({}, "batches", "embed", id="embed"),
+        pytest.param({"lanes": 1}, "batches", "embed", id="embed with one lane"),
     ],
 )
 def test_a_loop_has_the_bits_of_a_loss_function(options, source, name):
@@ -105,19 +118,23 @@ def test_a_loop_has_the_bits_of_a_loss_function(options, source, name):
 
 
 @pytest.mark.parametrize(
-    ("size", "environment"),
+    ("workers", "name", "size", "environment"),
     [
-        pytest.param(40, {}, id="one host"),
-        pytest.param(17, {}, id="a worker without samples"),
+        pytest.param(3, "samples", 40, {}, id="one host"),
+        pytest.param(3, "samples", 17, {}, id="a worker without samples"),
         # gradients are exchanged during the backward pass of the last lane
-        pytest.param(40, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, id="three hosts"),
+        pytest.param(
+            3, "samples", 40, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, id="three hosts"
+        ),
+        pytest.param(2, "embed", 40, {}, id="embed"),
+        pytest.param(3, "embed", 17, {}, id="embed and a worker without samples"),
     ],
 )
-def test_workers_have_the_bits_of_one(size, environment):
-    options = ({}, "batches", "samples", size)
+def test_workers_have_the_bits_of_one(workers, name, size, environment):
+    options = ({}, "batches", name, size)
     expected = trained(False, *options)
-    workers = run_workers(trained, 3, True, *options, environment=environment)
-    assert workers == [expected] * 3
+    results = run_workers(trained, workers, True, *options, environment=environment)
+    assert results == [expected] * workers
 
 
 def adversarial(inline):
@@ -153,11 +170,13 @@ def test_a_generator_and_a_discriminator_take_turns():
 @pytest.fixture
 def loop():
     """Return (run, model, optimizer, a batch of 2 lanes) in a loop."""
-    with ss.init(lanes=2, precision="bfloat16") as run:
+    # some mistakes are also an error at the end of the run
+    with suppress(LossError), ss.init(lanes=2, precision="bfloat16") as run:
         model = run.replicate(Net())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for batch in run.batches(images(8), 8, steps=1):
-            yield run, model, optimizer, batch
+        batches = iter(run.batches(images(8), 8, steps=1))
+        yield run, model, optimizer, next(batches)
+        batches.close()
 
 
 def no_loss(run, model, optimizer, batch):
@@ -215,6 +234,68 @@ def tensor_in_a_lane(run, model, optimizer, batch):
         batch.backward(F.cross_entropy(model(inputs), labels))
 
 
+def total_in_a_lane(run, model, optimizer, batch):
+    running_loss = 0.0
+    for inputs, labels in batch.lanes(model):
+        loss = F.cross_entropy(model(inputs), labels)
+        batch.backward(loss)
+        running_loss += loss.item()
+    return running_loss
+
+
+class AverageMeter:
+    """As in many scripts for ImageNet."""
+
+    def __init__(self):
+        self.value = self.sum = self.count = self.average = 0
+
+    def update(self, value, count):
+        self.value = value
+        self.sum += value * count
+        self.count += count
+        self.average = self.sum / self.count
+
+
+def meter_in_a_lane(run, model, optimizer, batch):
+    meters = {"loss": AverageMeter()}
+    for inputs, labels in batch.lanes(model):
+        loss = F.cross_entropy(model(inputs), labels)
+        batch.backward(loss)
+        meters["loss"].update(loss.item(), len(inputs))
+
+
+def totals_in_a_lane(run, model, optimizer, batch):
+    totals = {"loss": 0.0}
+    for inputs, labels in batch.lanes(model):
+        loss = F.cross_entropy(model(inputs), labels)
+        batch.backward(loss)
+        totals["loss"] += loss.item()
+
+
+def state_in_a_lane(run, model, optimizer, batch):
+    state = torch.zeros(10)
+    for number, (inputs, labels) in enumerate(batch.lanes(model)):
+        logits = model(inputs) + state * number
+        state = logits.mean(0).detach()
+        batch.backward(F.cross_entropy(logits, labels))
+
+
+def twice(run, model, optimizer, batch):
+    lanes = batch.lanes(model)
+    for _ in range(2):
+        for inputs, labels in lanes:
+            batch.backward(F.cross_entropy(model(inputs), labels))
+
+
+def no_loss_of_the_whole_batch(run, model, optimizer, batch):
+    for _ in batch.lanes(model, embed=embed):
+        pass
+
+
+def embed_with_a_count(run, model, optimizer, batch):
+    batch.lanes(model, count=words, embed=embed)
+
+
 def vector(run, model, optimizer, batch):
     for inputs, _ in batch.lanes(model):
         batch.backward(model(inputs))
@@ -247,7 +328,7 @@ def with_a_function(run, model, optimizer, batch):
 
 
 def with_a_module_without_parameters(run, model, optimizer, batch):
-    next(batch.lanes(nn.Identity()))
+    next(iter(batch.lanes(nn.Identity())))
 
 
 def with_an_unknown_reduction(run, model, optimizer, batch):
@@ -265,6 +346,17 @@ def with_an_unknown_reduction(run, model, optimizer, batch):
         (metric_in_a_dict, LossError, "updated scores\\['accuracy'\\]"),
         (teacher_in_a_lane, LossError, "a lane changed the parameter"),
         (tensor_in_a_lane, LossError, "a lane changed the tensor"),
+        (total_in_a_lane, LossError, r"changed running_loss, which .* running_loss=\.\.\."),
+        (meter_in_a_lane, LossError, r"lanes updated meters\['loss'\], a AverageMeter"),
+        (
+            totals_in_a_lane,
+            LossError,
+            r"lanes updated totals, a dict.* update it from batch\.means",
+        ),
+        (state_in_a_lane, LossError, "changed state, which the body of the next lane reads"),
+        (twice, LossError, "cannot be iterated twice"),
+        (no_loss_of_the_whole_batch, LossError, "ended the whole batch without"),
+        (embed_with_a_count, ss.ConfigError, "embed cannot be used with count"),
         (vector, LossError, "must return a scalar tensor"),
         (nested, LossError, "cannot begin another computation"),
         (step_in_a_lane, OptimizerError, "computes a lane"),
@@ -285,12 +377,41 @@ def test_mistakes_are_named_and_leave_nothing_behind(loop, mistake, error, messa
     assert random.getstate() == before[1]
 
 
+def leave_lanes_of(run, model, leaves_at):
+    """Begin the lanes of a step, and leave a stored iterator, which only the step's end closes."""
+    for batch in run.batches(images(8), 4, steps=2):
+        lanes = iter(batch.lanes(model))
+        if run.step < leaves_at:
+            for inputs, labels in lanes:
+                batch.backward(F.cross_entropy(model(inputs), labels))
+        else:
+            before = random.getstate()
+            next(lanes)
+            assert torch.is_autocast_enabled("cpu")
+            yield lanes, before
+
+
+@pytest.mark.parametrize("leaves_at", [0, 1])
+def test_a_step_whose_lanes_were_left_cannot_end(leaves_at):
+    with ss.init(lanes=2, precision="bfloat16") as run:
+        steps = leave_lanes_of(run, run.replicate(Net()), leaves_at)
+        lanes, before = next(steps)
+        with pytest.raises(LossError, match="was left before its end"):
+            next(steps)
+        assert not torch.is_autocast_enabled("cpu")
+        assert random.getstate() == before
+        assert run.step == leaves_at
+        with pytest.raises(LossError, match=r"cannot go on after .* its step"):
+            next(lanes)
+
+
 @pytest.mark.parametrize("leaves", ["break", "exception"])
 def test_a_loop_that_is_left_restores_everything_and_is_an_error(loop, leaves):
     run, model, optimizer, batch = loop
     before = torch.get_rng_state(), random.getstate(), fingerprint(model.state_dict())
+    lanes = batch.lanes(model)  # stored
     with suppress(ZeroDivisionError):
-        for inputs, _ in batch.lanes(model):
+        for inputs, _ in lanes:
             model(inputs)
             assert torch.is_autocast_enabled("cpu")
             if leaves == "break":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -261,3 +263,55 @@ def test_names_of_others_are_printed_in_one_line():
         make().check(snapshot)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1500
+
+
+def test_a_start_waits_once_for_a_remote_that_is_down(far, tmp_path, caplog, monkeypatch):
+    """The retries of all requests together are limited, and one line says so at the first."""
+    monkeypatch.setattr(module, "START_SECONDS", 3.0)  # one to three retries
+    asked = []
+
+    def fail(operation, _):
+        if threading.current_thread().name != "hold the remote":  # in the background
+            asked.append(caplog.text.count("does not respond"))
+        raise ConnectionError("no route")
+
+    far.before = staticmethod(fail)
+    with pytest.raises(SnapshotError, match="storage may hold the snapshot to resume from"):
+        train(image_job, tmp_path, {"remote": URL})
+    assert 3 <= len(asked) <= 5  # the run's entry, its retries, and the snapshots without a retry
+    assert asked == [0] + [1] * (len(asked) - 1)
+    line = rf"waiting up to [23] s for {URL}, which does not respond: ConnectionError: no route"
+    assert re.search(line, caplog.text)
+
+
+def test_training_does_not_wait_for_the_requests_of_a_heartbeat(far):
+    remote, reached, goes_on = RemoteOwner(URL, make(), HASTY), threading.Event(), threading.Event()
+
+    def hang(*_):
+        reached.set()
+        goes_on.wait()
+
+    far.before = staticmethod(hang)
+    beat = threading.Thread(target=remote.hold)
+    beat.start()
+    reached.wait()
+    update = threading.Thread(target=remote.update, args=[make(origin=(SECOND, 3))], daemon=True)
+    update.start()
+    update.join(60.0)
+    is_waiting = update.is_alive()
+    goes_on.set()
+    beat.join()
+    update.join()
+    assert not is_waiting
+    remote.hold()
+    assert entry().origin == (SECOND, 3)
+
+
+def test_a_refusal_lists_the_remote_once(far):
+    held(make(FIRST)).close()
+    Storage(URL).write(NAME, make(FIRST, holder="").to_bytes())
+    Storage(URL).write("step-00000001/manifest.json", b"")
+    far.calls.clear()
+    with pytest.raises(ConfigError, match=r"pass resume=.*step-00000001 and an empty dir"):
+        RemoteOwner(URL, make(SECOND, "q"), HASTY).decide(is_new=True, is_named=False)
+    assert [operation for operation, _ in far.calls].count("ls") == 1

@@ -8,10 +8,12 @@ from torch import nn
 
 import samestep as ss
 from samestep.errors import LossError
+from samestep.step.lane_state import LaneState
 from tests.workers import run_workers
 
 total = torch.zeros(())
 hidden = {}
+levels = {"loss": 0.5}
 
 
 class Net(nn.Module):
@@ -27,11 +29,11 @@ class Net(nn.Module):
         return self.student(rows).mean()
 
 
-def trained(loss_fn, steps=4, net=None, **options):
+def trained(loss_fn, steps=4, net=None, buffers=None, **options):
     """Train with one lane per worker, or four in one worker."""
     torch.manual_seed(0)
     with ss.init(lanes=4, **options) as run:
-        model = run.replicate(net or Net())
+        model = run.replicate(net or Net(), buffers=buffers)
         optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
         for batch in run.batches(torch.randn(8 * steps, 2), 8, epochs=1):
             run.backward(loss_fn, model, batch)
@@ -131,6 +133,141 @@ def test_a_hidden_state_is_refused_at_any_number_of_workers(loss_fn, name):
 
     for workers in (1, 4):
         run_workers(body, workers)
+
+
+def average_in_attribute(model, rows):
+    loss = model(rows)
+    model.level = 0.9 * model.level + 0.1 * loss.item()
+    return loss * model.level
+
+
+def average_in_closure():
+    level = 1.0
+
+    def loss_fn(model, rows):
+        nonlocal level
+        loss = model(rows)
+        level = max(level, loss.item()) * 1.01
+        return loss
+
+    return loss_fn
+
+
+def average_in_global(model, rows):
+    loss = model(rows)
+    levels["loss"] += loss.item()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"),
+    [
+        (average_in_attribute, r"model\.level"),
+        (average_in_closure(), "loss_fn: level"),
+        (average_in_global, r".*test_lane_state\.levels\['loss'\]"),
+    ],
+)
+def test_a_float_that_lanes_update_is_refused(loss_fn, name):
+    net = Net()
+    net.level = 1.0
+    with pytest.raises(LossError, match=rf"lane 2 read {name}, which an earlier lane"):
+        trained(loss_fn, net=net)
+    assert type(net.level) is type(levels["loss"]) is float
+
+
+def test_floats_that_lanes_only_set_are_allowed():
+    net, shown = Net(), []
+    net.last, net.scale = 1.0, None
+
+    def loss_fn(model, rows):
+        if model.scale is None:  # a cache
+            model.scale = len(rows) ** -0.5
+        shown.append(f"{model.last:.3f}")  # as text only
+        loss = model(rows) * model.scale
+        model.last = loss.item()
+        return loss + 0.5 * model.last
+
+    assert trained(loss_fn, net=net) == 4
+    assert type(net.last) is float
+    assert len(set(shown)) == 16  # also the values of earlier lanes
+
+
+def test_a_hidden_float_that_a_lane_keeps_is_a_number_again():
+    net = Net()
+    net.last = net.former = 1.0
+
+    def loss_fn(model, rows):
+        model.former, loss = model.last, model(rows)
+        model.last = loss.item()
+        return loss
+
+    trained(loss_fn, net=net)
+    assert net.former + 1 > net.former
+
+
+def late(calls, state):
+    """Return a loss function whose lanes keep a tensor from some call on, and the lane's number."""
+    number = [0]
+
+    def loss_fn(model, rows):
+        number[0] += 1
+        if number[0] > 4 * calls:  # of four lanes
+            former = torch.zeros(2) if state.get("h") is None else state["h"]
+            state["h"] = 0.5 * former + rows.mean(0)
+        return model(rows)
+
+    return loss_fn, number
+
+
+@pytest.mark.parametrize(
+    ("state", "last_call"),
+    [
+        pytest.param({}, 13, id="a new key"),  # found in the call after the one that made it
+        pytest.param({"h": None}, 16, id="no new key"),  # a power of two
+    ],
+)
+def test_state_that_begins_later_is_noticed(state, last_call):
+    loss_fn, number = late(11, state)
+    with pytest.raises(LossError, match=r"\['h'\], which an earlier lane"):
+        trained(loss_fn, steps=20, check_every=None)
+    assert 4 * (last_call - 1) < number[0] <= 4 * last_call
+
+
+def test_lists_that_grow_all_the_time_are_not_searched_again(monkeypatch):
+    calls, losses = set(), []
+    original = LaneState._search
+
+    def search(state, *args, **options):
+        calls.add(state._calls)
+        original(state, *args, **options)
+
+    def loss_fn(model, rows):
+        loss = model(rows)
+        losses.append(loss.item())
+        return loss
+
+    monkeypatch.setattr(LaneState, "_search", search)
+    trained(loss_fn, steps=40, check_every=None)
+    assert len(losses) == 4 * 40
+    # of three calls each: the first ones, two after the list has grown, and at powers of two
+    assert calls == {1, 2, 3, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 32, 33, 34}
+
+
+def test_scratch_memory_has_a_way_out():
+    def loss_fn(model, rows):
+        torch.mul(rows, 2, out=model.scratch)
+        return model(model.scratch.clone())
+
+    net = Net()
+    net.scratch = torch.zeros(2, 2)
+    with pytest.raises(
+        LossError, match=r"overwrites before it reads .*buffers=\{'\*name': 'first'"
+    ):
+        trained(loss_fn, net=net)
+    net = Net()
+    del net.scratch
+    net.register_buffer("scratch", torch.zeros(2, 2), persistent=False)
+    assert trained(loss_fn, net=net, buffers={"*scratch": "first"}) == 4
 
 
 def test_caches_and_results_of_layers_are_allowed():

@@ -37,7 +37,7 @@ from samestep.comm.status import (
     report_hang,
 )
 from samestep.comm.store import StoreClient
-from samestep.errors import HangError, WorldError
+from samestep.errors import FAILED_FIRST, HangError, WorldError
 from samestep.host import RunningClock, kernel_id
 
 Value = TypeVar("Value")
@@ -129,7 +129,7 @@ class Watchdog(WorkerStatus):
 
     def report_failure(self, error: BaseException) -> None:
         summary = f"{type(error).__name__}: {error}".partition("\n")[0]
-        failure = f"{self._heartbeat().name} failed first, at step {self.step}: {summary}"
+        failure = f"{self._heartbeat().name} {FAILED_FIRST}, at step {self.step}: {summary}"
         self._call(partial(self._publish_failure, failure), EXIT_SECONDS)
 
     def share_sample(

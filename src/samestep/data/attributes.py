@@ -7,8 +7,8 @@ later, and files that were open before have one position in all of these process
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from inspect import getattr_static
 from io import IOBase
@@ -19,7 +19,7 @@ from zipfile import ZipFile
 
 import torch
 
-from samestep.data.generators import INSTALLED, Reference, own_dict, walk
+from samestep.data.generators import Reference, is_installed, own_dict, walk
 from samestep.errors import DataError
 from samestep.torch_internals import versions_of
 
@@ -49,6 +49,7 @@ class AttributeCheck:
             for name, owner in owners
             for is_own in [not is_installed(type(owner))]
         ]
+        self._of_loading: set[str] = set()  # names of attributes that loading a sample changes
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the name of each attribute that has changed, its former and its current value."""
@@ -63,9 +64,23 @@ class AttributeCheck:
                 if former is not MISSING and former != value:
                     yield f"{name}.{attribute}", former, value
 
-    def refuse_changes(self) -> None:
-        """Raise `DataError` if an attribute has changed."""
-        for name, former, value in self.changes():
+    def refuse_changes(self, load_sample: Callable[[int], object]) -> None:
+        """Raise `DataError` if an attribute has changed, other than by loading a sample.
+
+        `load_sample`, of the index 0 or -1, shows which ones these are, such as a count of loads:
+        each loader process has its own, and what the body of the loop loads from the data set
+        changes that of the script.
+        """
+        changed = {
+            name: (former, value)
+            for name, former, value in self.changes()
+            if name not in self._of_loading
+        }
+        if changed:
+            self._note_loading(load_sample)
+        for name, (former, value) in changed.items():
+            if name in self._of_loading:
+                continue
             raise DataError(
                 f"the attribute {name} changed from {former!s:.80} to {value!s:.80} in the body of"
                 " the loop, but loader processes have a copy of the data set from the start of the"
@@ -73,6 +88,22 @@ class AttributeCheck:
                 " for epoch in range(run.epoch, epochs): dataset.set_epoch(epoch), and then for"
                 " batch in run.batches(dataset, ...). Or use loader_workers=0"
             )
+
+    def _note_loading(self, load_sample: Callable[[int], object]) -> None:
+        """Note which attributes loading a sample changes; numbers and texts are restored."""
+        before = [
+            (dict(own_dict(owner)), plain_attributes(owner, is_own=is_own))
+            for _, owner, is_own, _ in self._owners
+        ]
+        for index in (0, -1):  # one of them may be the last index that was loaded
+            with suppress(Exception):  # a loader process will report it
+                load_sample(index)
+            for (name, owner, is_own, _), (values, plain) in zip(self._owners, before, strict=True):
+                for attribute, value in plain_attributes(owner, is_own=is_own).items():
+                    if plain.get(attribute, MISSING) != value:
+                        self._of_loading.add(f"{name}.{attribute}")
+                        if isinstance(values.get(attribute, MISSING), SCALARS):
+                            own_dict(owner)[attribute] = values[attribute]
 
 
 class OpenFile(NamedTuple):
@@ -144,17 +175,6 @@ def _plain(value: Any, *, is_own: bool) -> Any:
         if all(isinstance(entry, SCALARS) for entry in entries):
             return repr(value)
     return MISSING
-
-
-def is_installed(kind: type) -> bool:
-    """Return whether a class is part of Python or of an installed package."""
-    module = sys.modules.get(kind.__module__)
-    return kind.__module__ == "builtins" or is_installed_file(getattr(module, "__file__", None))
-
-
-def is_installed_file(path: str | None) -> bool:
-    """Return whether a file of code is part of Python or of an installed package."""
-    return path is not None and (path.startswith(INSTALLED) or "-packages" in path)
 
 
 def _is_held(reference: Reference, roots: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from samestep.data.generators import ForeignGenerators
-from samestep.data.lane_loop import LaneLoop
+from samestep.data.lane_loop import LaneLoop, carried_names
 from samestep.data.origin import Origin
 from samestep.data.plan import check_end
 from samestep.data.random_state import key, keyed
@@ -38,8 +38,9 @@ NO_LANE: Final = (
 )
 
 
-# of a batch, modules, count, reduction and the variables of the loop's body
-BeginLanes = Callable[..., Generator[Any, Any, Any]]
+# of a batch, modules, options and the variables of the loop's body; also returns whether several
+# workers may share the bodies
+BeginLanes = Callable[..., tuple[Generator[Any, Any, Any], bool]]
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
@@ -93,7 +94,8 @@ class Batch:
         *modules: Any,
         count: Callable[[Any], Any] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
-    ) -> Iterator[Any]:
+        embed: Callable[[Any, Any], Any] | None = None,
+    ) -> Iterable[Any]:
         """Iterate over this worker's lanes, to compute their losses in the body of a loop.
 
         Each lane batch is on the device of its lane, and random numbers are those of the lane. The
@@ -106,9 +108,15 @@ class Batch:
                 one that has no samples of this batch, where the body does not run.
             count: Returns the number of items in a lane batch, as in `run.backward`.
             reduction: With "sum", losses and metrics are sums over the items of a lane.
+            embed: For losses that compare samples with each other, as in `run.backward`. The body
+                then runs once per worker, with what `embed(model, lane_batch)` returned for all
+                lanes: a tensor [items, ...], or a tuple or dict of them. Of several modules, the
+                model is a `torch.nn.ModuleList`.
 
         Raises:
-            LossError: `batch.backward` was left out for a lane, or called twice.
+            ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
+            LossError: `batch.backward` was left out for a lane, or called twice; a lane left a
+                variable to the next one.
             ModelError: A module is not replicated.
 
         Example:
@@ -121,11 +129,19 @@ class Batch:
         if self._begin is None:
             raise DataError("batch.lanes needs a batch of a loop over run.batches or run.streams")
         self._means = None
-        variables = _variables(sys._getframe(1))  # noqa: SLF001 (there is no public way)
-        steps = self._begin(self, modules, count, reduction, variables)
-        loop = LaneLoop(steps, self._end_lanes)
+        frame = sys._getframe(1)  # noqa: SLF001 (there is no public way)
+        options = {"count": count, "reduction": reduction, "embed": embed}
+        steps, is_shared = self._begin(self, modules, variables=_variables(frame), **options)
+        carried = carried_names(frame) if is_shared else frozenset[str]()
+        loop = LaneLoop(steps, self._end_lanes, frame.f_code, carried)
         self._loop = ref(loop)
         return loop
+
+    def leave_lanes(self) -> None:
+        """End a loop over lanes that was left, although its iterator was stored."""
+        loop = None if self._loop is None else self._loop()
+        if loop is not None:
+            loop.close()
 
     def _end_lanes(self, means: Any) -> None:
         self._means = means

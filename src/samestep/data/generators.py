@@ -34,7 +34,7 @@ import torch
 from numpy.random import mtrand
 
 from samestep.data.random_state import key, keyed, set_generators
-from samestep.torch_internals import submodules_in
+from samestep.torch_internals import MODULE_ATTRIBUTES, submodules_in
 
 T = TypeVar("T")
 
@@ -184,23 +184,55 @@ def walk(**roots: Any) -> Iterator[tuple[Reference, Any, list[Reference]]]:
         yield reference, value, parts
 
 
-def find_tensors(**roots: Any) -> list[Reference]:
-    """Return references to the tensors that the roots reach, where others can be put."""
-    references, seen = [], {}
-    queue = deque(Reference(name, getitem, roots, name) for name in roots)
+class Found(NamedTuple):
+    """What `find_state` found: references to tensors and floats, and what may get more of them."""
+
+    tensors: list[Reference]
+    floats: list[Reference]
+    containers: list[Any]  # lists, dicts, and the attributes of objects
+
+
+def find_state(**roots: Any) -> Found:
+    """Return references to the tensors and floats that the roots reach, where others can be put.
+
+    Floats of classes of installed packages are left out: they are settings, and times of progress
+    bars. Of modules, the containers are their attributes and buffers.
+    """
+    found, seen = Found([], [], []), {}
+    # with whether user code made the object that holds it
+    queue = deque((Reference(name, getitem, roots, name), True) for name in roots)
     for _ in range(MOST_OBJECTS):
         if not queue:
             break
-        reference = queue.popleft()
+        reference, is_users = queue.popleft()
         value = reference.value()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) or (type(value) is float and is_users):
             if not isinstance(reference.owner, (tuple, GeneratorType)):
-                references.append(reference)
+                (found.tensors if isinstance(value, torch.Tensor) else found.floats).append(
+                    reference
+                )
         elif not isinstance(value, (*_PLAIN, *KINDS)) and id(value) not in seen:
             seen[id(value)] = value
+            if isinstance(value, (list, dict, deque)):
+                if reference.key not in MODULE_ATTRIBUTES:
+                    found.containers.append(value)
+            elif type(value).__module__ != "builtins":  # not functions and methods
+                is_users = not is_installed(type(value))
+                found.containers.append(own_dict(value))
             if len(queue) < MOST_OBJECTS:
-                queue += _parts(reference.name, value)
-    return references
+                queue += ((part, is_users) for part in _parts(reference.name, value))
+    return found
+
+
+def is_installed(kind: type) -> bool:
+    """Return whether a class is part of Python or of an installed package."""
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ == "builtins" or is_installed_file(getattr(module, "__file__", None))
+
+
+def is_installed_file(path: str | None) -> bool:
+    """Return whether a file of code is part of Python or of an installed package."""
+    return path is not None and (path.startswith(INSTALLED) or "-packages" in path)
 
 
 def seed(generator: Any, value: int) -> None:
@@ -343,7 +375,7 @@ def own_dict(value: Any) -> dict[str, Any]:
 def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
     """Yield what a function of the user, not of a package, can reach."""
     code = function.__code__
-    if _is_of_package(code):
+    if is_installed_file(code.co_filename):
         return
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if free != "__class__":
@@ -360,7 +392,7 @@ def global_references(name: str, value: Any) -> Iterator[Reference]:
     if type(value).__module__.partition(".")[0] not in _OPAQUE:
         members += [member for kind in type(value).__mro__ for member in vars(kind).values()]
     for member in members:
-        if isinstance(member, FunctionType) and not _is_of_package(member.__code__):
+        if isinstance(member, FunctionType) and not is_installed_file(member.__code__.co_filename):
             yield from _all_globals(member.__code__, member.__globals__, name)
 
 
@@ -373,15 +405,12 @@ def _all_globals(code: CodeType, names: dict[str, Any], owner: str) -> Iterator[
             yield from _all_globals(constant, names, owner)
 
 
-def _is_of_package(code: CodeType) -> bool:
-    return code.co_filename.startswith(INSTALLED) or "-packages" in code.co_filename
-
-
 def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Reference]:
     module = str(names.get("__name__")).replace("__mp_main__", "__main__")
     for name in code.co_names:
         value = names.get(name)
-        if isinstance(value, torch.Tensor) or not isinstance(value, _PLAIN):  # nor None
+        is_state = isinstance(value, (torch.Tensor, float))
+        if is_state or not isinstance(value, _PLAIN):  # nor None
             yield Reference(f"{module}.{name}", getitem, names, name)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -135,6 +135,11 @@ class Fetcher(Dataset[Any]):
         batch = self.collate_fn(samples)
         return batch if present == len(samples) else Incomplete(batch, present)
 
+    def load_sample(self, index: int) -> None:
+        """Load a sample, as a loader process does; an index of -1 is the last one."""
+        request = Request("a sample", [index % size_of(self.dataset)], 0)
+        self._generators.draw(request.key, lambda: self._samples(request))
+
     def _digests(self, request: Request) -> list[list[Sample]]:
         """Return digests by load and sample; None for a sample that fails or is late."""
         end = time.monotonic() + COMPARE_SECONDS * request.compared_loads
@@ -252,7 +257,7 @@ def load(
                 batch.raise_error()
             yield batch
             if attributes is not None:  # the script went on, and needs another batch
-                attributes.refuse_changes()
+                attributes.refuse_changes(fetcher.load_sample)
     except (RuntimeError, OSError, EOFError) as error:  # a data set's errors are LoaderErrors
         reason = str(error).partition("\n")[0]
         raise LoaderError(

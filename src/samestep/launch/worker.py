@@ -14,12 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -33,6 +32,8 @@ from samestep.launch.attempt import WorkerFailure
 FORK: Final = multiprocessing.get_context("fork")
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ECHO_SECONDS: Final = 1.0
+LATEST_GROUP: Final = "group/latest"  # the number of the last group that rank 0 began to make
+KEPT_DESTROYED_GROUPS: Final = 8  # with a few open files each
 BLOCKED_SECONDS: Final = 5.0  # until a process that runs no Python code is ended as well
 # Makes `torch.cuda.is_available()` ask the driver's management library, so that forks stay usable.
 NVML_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -358,17 +359,52 @@ def _prepare_process_groups() -> None:
     gloo's thread without releasing Python's lock, which that thread needs to release its last
     tensors (torch 2.13).
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    from samestep.comm.distributed import KEPT_GROUPS
-    from samestep.comm.token_store import join_store
     from samestep.torch_internals import on_new_group, on_new_group_store
 
-    on_new_group(KEPT_GROUPS.append)
-    numbers = count()  # a group reads no addresses of an earlier one
+    groups = ProcessGroups()
+    on_new_group(groups.keep)
+    on_new_group_store(groups.connect)
 
-    def connect(timeout: timedelta) -> PrefixStore:
+
+class ProcessGroups:
+    """The process groups that a worker's body makes, and the stores that they use.
+
+    Of destroyed groups, the last few are kept. The threads of earlier ones have long been idle.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0  # of the last default group
+        self._store: Any = None  # of the next default group
+        self._stores: dict[int, Any] = {}  # of default groups, by their id
+
+    def connect(self, rank: int, timeout: timedelta) -> Any:
+        """Return the store of the next default group, with keys of its own.
+
+        Rank 0 numbers the groups, because after a failed try others may have made more or fewer.
+        """
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from samestep.comm.token_store import join_store
+
         store: Any = join_store(os.environ, timeout)
-        return PrefixStore(f"group/{next(numbers)}", store)
+        if rank == 0:
+            self._number = store.add(LATEST_GROUP, 1)
+            store.set(f"group/{self._number}/begun", b"")
+        else:
+            store.wait([f"group/{self._number + 1}/begun"], timeout)
+            self._number = store.add(LATEST_GROUP, 0)
+        self._store = store
+        return PrefixStore(f"group/{self._number}", store)
 
-    on_new_group_store(connect)
+    def keep(self, group: object, live: Collection[object]) -> None:
+        """Keep a new group, and let the earliest of those that are not `live` any more go."""
+        from samestep.comm.distributed import KEPT_GROUPS
+
+        destroyed = [kept for kept in KEPT_GROUPS if kept not in live]
+        for former in destroyed[:-KEPT_DESTROYED_GROUPS]:
+            KEPT_GROUPS[:] = [kept for kept in KEPT_GROUPS if kept is not former]
+            if (store := self._stores.pop(id(former), None)) is not None:
+                store.close()
+        KEPT_GROUPS.append(group)
+        if self._store is not None:
+            self._stores[id(group)], self._store = self._store, None

@@ -25,6 +25,7 @@ LOCK: Final = f"{FOLDER}/lock"
 FIRST_PAUSE_SECONDS: Final = 1.0  # after a failure; doubles with each further one
 MAX_PAUSE_SECONDS: Final = 30.0
 FINAL_TRIES: Final = 2
+EXPECTED_PAUSE_SECONDS: Final = 0.05
 LARGEST_BYTES: Final = 2**20  # of the cursor
 LARGE_BYTES: Final = 2**20  # after a read of this size, more data is probably available
 SLOW_SECONDS: Final = 10.0
@@ -89,10 +90,13 @@ class Destination(ABC):
 
     Attributes: `name`, as the user gave it, but without secrets; `pause_seconds`, the time between
     two calls of `send` in which more events accumulate; `dropped`, the number of events and images
-    it rejected; `must_work`, whether it is an error of the run that no call has ever returned.
+    it rejected; `must_work`, whether it is an error of the run that no call has ever returned;
+    `waits_until`, the time, in seconds since 1970, until which an event is expected that belongs to
+    those that were sent.
     """
 
     pause_seconds: float
+    waits_until = 0.0
 
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
         self.name, self.dropped, self.must_work = mask_urls(name), 0, False
@@ -165,7 +169,8 @@ class Sender:
             finishing = self._finishing.is_set()
             try:
                 sent = self._send_next()
-                if finishing and not sent:
+                expects_more = finishing and time.time() < self._destination.waits_until
+                if finishing and not sent and not expects_more:
                     self._destination.close()
             except BaseException as error:  # noqa: BLE001  SystemExit would end the thread silently
                 if self._error is None:
@@ -181,6 +186,9 @@ class Sender:
                 continue
             failures, pause = 0, FIRST_PAUSE_SECONDS
             self._error, self._last_response = None, time.monotonic()
+            if expects_more:
+                time.sleep(EXPECTED_PAUSE_SECONDS)
+                continue
             if finishing and not sent:
                 return
             if sent < LARGE_BYTES:

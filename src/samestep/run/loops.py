@@ -101,8 +101,10 @@ class Loop:
             try:
                 yield batch.attach(self._begin)
             except GeneratorExit:
+                batch.leave_lanes()
                 self._progress.leave_step()  # counts if the body had made an update
                 raise
+            batch.leave_lanes()
             # If the body did not iterate the batch, this step still loads it.
             self._progress.status.set_activity("loading data")
             batch.load()

@@ -15,8 +15,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from samestep.data.attributes import is_installed, is_installed_file
-from samestep.data.generators import KINDS, can_seed, get_state, observe, walk
+from samestep.data.generators import (
+    KINDS,
+    can_seed,
+    get_state,
+    is_installed,
+    is_installed_file,
+    observe,
+    walk,
+)
 from samestep.run.divergence import summary
 from samestep.snapshot.manifest import NAME
 

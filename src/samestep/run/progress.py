@@ -231,6 +231,7 @@ class Progress:
         """Count the current step, then carry out what all workers agreed on during it."""
         if self._current is None:
             return
+        self._lanes.manual.check_complete()  # the loop over its lanes
         # The order matters: the position advances first, so that a snapshot continues with the next
         # step. A state is compared before it is saved, and saved before the run stops.
         self._divergence.expire()

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from typing_extensions import Self
 
-from samestep.data.attributes import is_installed_file
 from samestep.data.batch import Batch, mapped
+from samestep.data.generators import is_installed_file
 from samestep.data.origin import name_of
 from samestep.data.random_state import key, keyed
 from samestep.record.events import to_json

@@ -46,7 +46,7 @@ from samestep.step.lane_pass import Count, LaneResult, LossFn, LossSpec, Reducti
 from samestep.step.replicas import replicate
 from samestep.step.scaling import GradScaler, clip_gradients
 from samestep.step.shard import Shard, check_shardable, choose_across
-from samestep.step.whole_batch import loss_of_one_lane
+from samestep.step.whole_batch import embeddings_of_one_lane, loss_of_one_lane
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -421,12 +421,7 @@ class Run(Collectives, Recording):
                 "backward must update a torch.nn.Module, "
                 f"got {type(update).__name__}; choose the module with update="
             )
-        _check_reduction(reduction)
-        if embed is not None and (count is not None or reduction != "mean"):
-            raise ConfigError(
-                "embed cannot be used with count or reduction, because the loss is that of the "
-                "whole batch; leave them out"
-            )
+        _check_options(count, reduction, embed)
         if embed is not None and self.lanes == 1:
             loss_fn, embed = loss_of_one_lane(loss_fn, embed), None
         loss = LossSpec(loss_fn, model, count, reduction, embed)
@@ -436,23 +431,30 @@ class Run(Collectives, Recording):
         self,
         batch: Batch,
         modules: tuple[torch.nn.Module, ...],
+        *,
         count: Count | None,
         reduction: Reduction,
+        embed: LossFn | None,
         variables: Mapping[str, Any],
-    ) -> LaneSteps[Means]:
-        """Return the computation of a gradient from losses of the body of a loop."""
+    ) -> tuple[LaneSteps[Means], bool]:
+        """Return the computation of a gradient from losses of the body of a loop.
+
+        Also whether the body runs for some lanes only, on each of several workers.
+        """
         for module in modules or [None]:
             if not isinstance(module, torch.nn.Module):
                 raise ModelError(
                     "batch.lanes needs the replicated modules that get gradients, as in"
                     f" batch.lanes(model), got {type(module).__name__}"
                 )
-        _check_reduction(reduction)
+        _check_options(count, reduction, embed)
         update = modules[0]
         if len(modules) > 1:
             update = self._joined.setdefault(tuple(map(id, modules)), torch.nn.ModuleList(modules))
-        loss = LossSpec(None, update, count, reduction, body=state_of_body(variables))
-        return self._steps(loss, batch, update)
+        if embed is not None and self.lanes == 1:
+            embed = embeddings_of_one_lane(embed)
+        loss = LossSpec(None, update, count, reduction, embed, state_of_body(variables))
+        return self._steps(loss, batch, update), embed is None and self.lanes > 1
 
     def _steps(self, loss: LossSpec, batch: Batch, update: torch.nn.Module) -> LaneSteps[Means]:
         progress = self._progress
@@ -735,6 +737,11 @@ class Run(Collectives, Recording):
             self._session.close()
 
 
-def _check_reduction(reduction: str) -> None:
+def _check_options(count: Count | None, reduction: str, embed: LossFn | None) -> None:
     if reduction not in {"mean", "sum"}:
         raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if embed is not None and (count is not None or reduction != "mean"):
+        raise ConfigError(
+            "embed cannot be used with count or reduction, because the loss is that of the "
+            "whole batch; leave them out"
+        )

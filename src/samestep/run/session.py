@@ -58,7 +58,7 @@ from samestep.run.progress_line import open_line
 from samestep.run.replay import Replay, Request
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
-from samestep.snapshot.owner import Owner, store
+from samestep.snapshot.owner import START_SECONDS, Owner, store
 from samestep.snapshot.read import Snapshot, list_snapshots, load_together, step_of
 from samestep.snapshot.resume import (
     Downloads,
@@ -159,8 +159,12 @@ class Session:
         if config.read_only:
             resumed = find_snapshot_of_others(self._source, world, self.record, in_memory)
         else:
+            # a remote that has just failed is asked once more, without retries
+            responds = self._remote_owner is None or self._remote_owner.responds
             resumed = find_snapshot(
-                config, world, self.record, in_memory, self._owner, has_begun=has_begun
+                *(config, world, self.record, in_memory, self._owner),
+                has_begun=has_begun,
+                listing_seconds=START_SECONDS if responds else 0.0,
             )
         if self._owner is not None and resumed is not None:
             self._owner = self._note_origin(self._owner, resumed)
@@ -603,11 +607,13 @@ def find_snapshot(
     owner: Owner | None,
     *,
     has_begun: bool,
+    listing_seconds: float = START_SECONDS,
 ) -> Snapshot | None:
     """Load the snapshot that the run `owner` resumes from, the same one on all workers.
 
     A run that had begun before its workers were killed continues from its newest snapshot, in
-    memory or on disk, whatever `resume` says.
+    memory or on disk, whatever `resume` says. A failed listing of the remote is repeated for
+    `listing_seconds`.
     """
 
     def report_rejected(event: str, **fields: str) -> None:
@@ -619,7 +625,8 @@ def find_snapshot(
         # Once the run has begun, its local state is newer than any remote copy.
         downloads = None
         if not has_begun and config.remote is not None and config.dir is not None:
-            downloads = Downloads(config.remote, config.dir, world)
+            seconds = listing_seconds
+            downloads = Downloads(config.remote, config.dir, world, listing_seconds=seconds)
         memory = in_memory if has_begun else None  # otherwise of another history
         newest = load_newest(config.dir, world, report_rejected, memory, downloads, owner)
         if newest is not None:

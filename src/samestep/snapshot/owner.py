@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -34,6 +35,7 @@ HEARTBEAT_SECONDS: Final = 10.0
 LOST_SECONDS: Final = 30.0  # without a heartbeat, a process on another host is considered dead
 POLL_SECONDS: Final = 1.0
 CLOSE_SECONDS: Final = 2.0
+START_SECONDS: Final = 15.0  # in which requests of a start are repeated, all together
 
 
 @dataclass(frozen=True)
@@ -176,14 +178,14 @@ def begin(
     remote = None if config.remote is None else RemoteOwner(config.remote, owner)
     is_restart = has_begun and stored is not None
     if remote is not None and not is_restart:
-        with suppress(StorageError):  # `hold` tries again during the run
-            is_named = names_remote(config)
-            is_new = (stored is None or not has_snapshots) and (
-                is_named or config.resume in {"auto", "never"}  # otherwise of another history
-            )
-            owner = remote.decide(is_new=is_new, is_named=is_named)
+        is_named = names_remote(config)
+        is_new = (stored is None or not has_snapshots) and (
+            is_named or config.resume in {"auto", "never"}  # otherwise of another history
+        )
+        owner = remote.decide_in_time(is_new=is_new, is_named=is_named)
     if remote is not None:
-        remote.start(owner, _holder(directory, owner), at_once=not is_restart)
+        at_once = remote.responds and not is_restart
+        remote.start(owner, _holder(directory, owner), at_once=at_once)
     if owner != stored:  # after the remote, which may refuse this directory
         store(directory, owner)
     return owner, remote
@@ -221,8 +223,9 @@ class RemoteOwner:
 
     def __init__(self, url: str, owner: Owner, retries: Retries = RETRIES) -> None:
         self._storage, self._owner = Storage(url, retries), owner
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held during requests, so training must not take it
         self._closed = threading.Event()
+        self.responds = True
         self._is_held = False
         self._replaced = ""  # the id of a run without snapshots, whose remote this run takes
         self._fault = ""  # why the run must not write there
@@ -244,6 +247,15 @@ class RemoteOwner:
     def _names(self) -> list[str]:
         return [path.name for path in sort_snapshots(map(Path, self._storage.folders()))]
 
+    def decide_in_time(self, *, is_new: bool, is_named: bool) -> Owner:
+        """Do what `decide` does; of a remote that does not respond, `hold` asks during the run."""
+        self._storage.retry_for(START_SECONDS)
+        try:
+            return self.decide(is_new=is_new, is_named=is_named)
+        except StorageError:
+            self.responds = False
+            return self._owner
+
     def decide(self, *, is_new: bool, is_named: bool) -> Owner:
         """Return the run that goes on here; it may be that of the remote if the directory `is_new`.
 
@@ -262,18 +274,23 @@ class RemoteOwner:
             return replace(owner, adopts=True)
         if entry.id == owner.id:
             return owner
-        if entry.holder == "" and not self._names():  # it ended before its first snapshot
+        listed = self._names() if entry.holder == "" else None
+        if listed == []:  # it ended before its first snapshot
             self._replaced = entry.id
             return owner
         if not is_new or not (is_named or entry.program == owner.program):
-            raise ConfigError(self._refusal(entry, is_new=is_new))
+            raise ConfigError(self._refusal(entry, listed, is_new=is_new))
         logging.getLogger("samestep").warning(
             "this is run %s at %s, which goes on in %s", entry, self.url, owner.dir
         )
         return replace(owner, id=entry.id, origin=entry.origin, adopts=entry.adopts)
 
-    def _refusal(self, entry: Owner, *, is_new: bool = False) -> str:
-        names, owner = self._names(), str(self._owner)
+    def _refusal(
+        self, entry: Owner, names: list[str] | None = None, *, is_new: bool = False
+    ) -> str:
+        """Return why this run cannot use the remote, whose snapshots may be listed already."""
+        names = self._names() if names is None else names
+        owner = str(self._owner)
         if is_new:
             owner = f"a new one ({self._owner.script} in {self._owner.dir})"
             owner += " with other files, arguments or settings"
@@ -298,6 +315,7 @@ class RemoteOwner:
                     self.hold()
             except SnapshotError as error:
                 raise ConfigError(str(error)) from error
+        self._storage.retry_for(math.inf)
         self._thread = threading.Thread(target=self._run, name="hold the remote", daemon=True)
         self._thread.start()
 
@@ -306,9 +324,8 @@ class RemoteOwner:
         return self._owner.owns(info, step)
 
     def update(self, owner: Owner) -> None:
-        """Note what changed about the run."""
-        with self._lock:
-            self._owner = replace(owner, holder=self._owner.holder)
+        """Note what changed about the run; the next heartbeat writes it."""
+        self._owner = replace(owner, holder=self._owner.holder)
 
     def _run(self) -> None:
         pause = HEARTBEAT_SECONDS if self._is_held else 0.0

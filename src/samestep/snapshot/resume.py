@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,9 +42,12 @@ class Downloads:
     if the URL cannot be used.
     """
 
-    def __init__(self, url: str, directory: Path, world: World) -> None:
+    def __init__(
+        self, url: str, directory: Path, world: World, *, listing_seconds: float = math.inf
+    ) -> None:
+        """`listing_seconds` limits the time in which a failed listing is repeated."""
         self._remote, self._directory, self._world = RemoteDirectory(url), directory, world
-        self._unanswered = ""
+        self._unanswered, self._listing_seconds = "", listing_seconds
         self.url = self._remote.url
         if world.rank == 0:
             self._remote.storage.open()  # a wrong URL ends the run, a failing storage does not
@@ -62,7 +66,12 @@ class Downloads:
         return listing.names
 
     def _current_names(self) -> list[str]:
-        names, pending = self._remote.names(), superseded(self._directory, self.url)
+        storage = self._remote.storage
+        storage.retry_for(self._listing_seconds)
+        try:
+            names, pending = self._remote.names(), superseded(self._directory, self.url)
+        finally:
+            storage.retry_for(math.inf)
         if pending is None:
             return names
         return [name for name in names if (step_of(Path(name)) or 0) <= pending[0]]

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.watchdog import is_users
 from samestep.data.attributes import plain_attributes
-from samestep.data.generators import own_dict, walk
+from samestep.data.generators import is_installed, own_dict, walk
 from samestep.errors import (
     DataError,
     LossError,
@@ -33,6 +33,7 @@ from samestep.errors import (
     NonFiniteLossError,
     OptimizerError,
     OutOfMemoryError,
+    SamestepError,
     WorldError,
 )
 from samestep.step.deterministic import REFUSED
@@ -471,27 +472,40 @@ class MetricGuard:
                 for reference, value, _ in walk(loss_fn=loss_fn, model=model)
                 if is_metric(value)
             ]
-        metrics = self._metrics[key] + [pair for pair in body.items() if is_metric(pair[1])]
+        of_body = [pair for pair in body.items() if is_metric(pair[1]) or _has_numbers(pair[1])]
+        metrics = self._metrics[key] + of_body
         before = [_state_of(metric) for _, metric in metrics]
         yield
         for (name, metric), state in zip(metrics, before, strict=True):
             if _state_of(metric) != state:
-                start = f"the loss function updated {name}"
-                if body:
-                    start = f"the body of the loop over lanes updated {name}"
-                raise LossError(
-                    f"{start}, a {type(metric).__name__}: each worker's"
-                    " would hold the samples of its own lanes, so that its value would depend on"
-                    " the number of workers. Return an entry per item, for example (loss,"
-                    ' {"accuracy": logits.argmax(1) == labels}), or a value of a function without a'
-                    " state, such as those of torchmetrics.functional; run.evaluate merges metrics"
-                )
+                raise _updated(name, metric, in_body=bool(body))
+
+
+def _updated(name: str, metric: Any, *, in_body: bool) -> LossError:
+    start = f"the loss function updated {name}"
+    if in_body:
+        start = f"the body of the loop over lanes updated {name}"
+    advice = (
+        "Return an entry per item, for example (loss,"
+        ' {"accuracy": logits.argmax(1) == labels}), or a value of a function without a'
+        " state, such as those of torchmetrics.functional; run.evaluate merges metrics"
+    )
+    if not is_metric(metric):
+        advice = (
+            "Pass numbers as metrics, such as batch.backward(loss, accuracy=...), and update it"
+            " from batch.means after the loop over lanes"
+        )
+    return LossError(
+        f"{start}, a {type(metric).__name__}: each worker's would hold the samples of its own"
+        " lanes, so that its value would depend on the number of workers. " + advice
+    )
 
 
 def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of a loop's body that lanes must not change: metrics, modules, tensors.
 
-    Not large tensors, nor those of a graph, such as a former lane's, which would stay in memory.
+    Also dicts and objects of numbers, such as an average meter. Not large tensors, nor those of a
+    graph, such as a former lane's, which would stay in memory.
     """
     state: dict[str, Any] = {}
     for name, value in variables.items():
@@ -499,12 +513,27 @@ def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
         if role == "tensor":
             if value.grad_fn is None and value.numel() <= MOST_ELEMENTS:
                 state[name] = value
-        elif role in {"module", "metric"}:
+        elif role in {"module", "metric"} or _has_numbers(value):
             state[name] = value
         elif role == "container" and len(value) <= MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            state |= {f"{name}[{key!r}]": part for key, part in items if is_metric(part)}
+            state |= {
+                f"{name}[{key!r}]": part
+                for key, part in items
+                if is_metric(part) or _has_numbers(part)
+            }
     return state
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return whether a dict, or an object of a user's class, holds numbers and little else."""
+    attributes = value if type(value) is dict else own_dict(value)
+    if not 0 < len(attributes) <= MOST_ITEMS:
+        return False
+    parts = [*attributes.values()]
+    has_numbers = any(type(part) in {int, float} for part in parts)
+    are_plain = all(isinstance(part, (int, float, str, type(None))) for part in parts)
+    return has_numbers and are_plain and (type(value) is dict or not is_installed(type(value)))
 
 
 def is_metric(value: Any) -> bool:
@@ -526,6 +555,8 @@ def _role_of(kind: type) -> Literal["metric", "tensor", "module", "container"] |
 
 
 def _state_of(metric: Any) -> tuple[Any, ...]:
+    if type(metric) is dict:
+        return (repr(metric),)
     lengths = [len(value) for value in own_dict(metric).values() if isinstance(value, list)]
     return plain_attributes(metric), lengths
 
@@ -647,26 +678,31 @@ def check_same_call(calls: Sequence[int]) -> None:
         )
 
 
-def check_divisors(entries: Sequence[tuple[int, float, Sequence[float]]]) -> None:
-    """Raise `LossError` if means of lanes, weighted by samples, are not over samples.
+def check_divisors(
+    entries: Sequence[tuple[int, float, Sequence[float]]],
+    part: str = "lane",
+    call: str = "run.backward",
+    error: type[SamestepError] = LossError,
+) -> None:
+    """Raise an error if means of lanes, or of blocks, weighted by samples, are not over samples.
 
     `entries` are (lane, samples, the divisor of each cross-entropy of the loss). A sequence of
-    fixed length has as many labels in each sample, so the mean over all labels has the same
-    gradient. Class weights and labels that are ignored have another.
+    fixed length has as many labels in each sample, so the mean over all labels is the same. That
+    over class weights, or labels that are not ignored, is another one.
     """
     for lane, samples, divisors in entries:
         first, first_samples, first_divisors = entries[0]
         for divisor, first_divisor in zip(divisors, first_divisors, strict=False):
             if math.isclose(divisor * first_samples, first_divisor * samples, rel_tol=1e-5):
                 continue
-            raise LossError(
-                f"the cross-entropy of lane {first} is a mean over {first_divisor:.6g} for"
-                f" {first_samples} samples, and that of lane {lane} over {divisor:.6g} for"
+            raise error(
+                f"the cross-entropy of {part} {first} is a mean over {first_divisor:.6g} for"
+                f" {first_samples} samples, and that of {part} {lane} over {divisor:.6g} for"
                 f" {samples}, the sums of their class weights, or their labels that are not"
-                " ignored; weighted by samples, lanes do not give the mean of the global batch."
-                " Pass count= to run.backward, such as count=lambda batch:"
+                f" ignored; weighted by samples, {part}s do not give the mean of all."
+                f" Pass count= to {call}, such as count=lambda batch:"
                 " weight[batch[1]].sum(), or (batch[1] != ignore_index).sum(); for a mean over"
-                " samples of each lane's mean, pass their number"
+                f" samples of each {part}'s mean, pass their number"
             )
 
 

@@ -283,10 +283,12 @@ class LaneEngine(LaneContext):
         if self.lanes == 1:  # it has all samples, on the only worker
             yield
             return
-        roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": loss.body}
+        # a body that gets the embeddings of all lanes does the same on all workers
+        body = loss.body if loss.embed is None else {}
+        roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": body}
         function = loss.embed or loss.fn
         # metrics are compared first, because their error says more than that of their tensors
-        with self._state.lanes(step, **roots), self._metrics.lanes(function, loss.model, loss.body):
+        with self._state.lanes(step, **roots), self._metrics.lanes(function, loss.model, body):
             yield
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
@@ -321,7 +323,7 @@ class LaneEngine(LaneContext):
         embeddings of all lanes, so each lane has two passes: to its embeddings and, when all
         workers have computed the loss, back from the gradients of its embeddings.
         """
-        if loss.embed is None:
+        if loss.embed is None or self.lanes == 1:
             return LanePass(self, loss, batch, parameters, seed, overlap.active)
         return WholeBatchPass(self, loss, batch, parameters, seed, overlap.active)
 

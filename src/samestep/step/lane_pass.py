@@ -368,7 +368,9 @@ class LanePass:
                 return self._taken(lane, replica, count, values)
             with context.user_code():
                 if self.loss.fn is None:
-                    returned = yield LaneBatch(lane, batch)
+                    embed = self.loss.embed  # of the only lane
+                    shown = batch if embed is None else embed(self.loss.model, batch)
+                    returned = yield LaneBatch(lane, shown)
                 else:
                     returned = self.loss.fn(self.loss.model, batch)
                 loss, metrics = split_loss(returned, lane)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from samestep.data.attributes import is_installed
 from samestep.data.generators import (
     KINDS,
     MOST_ENTRIES,
@@ -29,6 +28,7 @@ from samestep.data.generators import (
     find,
     get_state,
     global_references,
+    is_installed,
     own_dict,
     walk,
 )

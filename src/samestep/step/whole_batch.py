@@ -21,7 +21,7 @@ from torch import Tensor
 
 from samestep.comm.base import World
 from samestep.data.batch import Batch
-from samestep.data.lane_loop import LaneSteps, in_turn
+from samestep.data.lane_loop import LaneBatch, LaneSteps, in_turn
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.gradients import Gradients
@@ -68,7 +68,7 @@ class WholeBatchPass(LanePass):
         with context.keep_casts():
             with generators_restored():
                 yield from in_turn(map(self._embed_on, context.replicas.all))
-            self._compute_loss()  # between the passes, on every worker
+            yield from self._compute_loss()  # between the passes, on every worker
             self._is_second = True
             return (yield from super().run())
 
@@ -180,8 +180,11 @@ class WholeBatchPass(LanePass):
         parameters, retain_graph = replica.of(self.parameters), self.watched == lane == 0
         return self._differentiate(lane, roots, weights, parameters, retain_graph=retain_graph)
 
-    def _compute_loss(self) -> None:
-        """Compute the loss of all embeddings, and its gradient for those of this worker's lanes."""
+    def _compute_loss(self) -> LaneSteps[None]:
+        """Compute the loss of all embeddings, and its gradient for those of this worker's lanes.
+
+        Or the body of a loop computes the loss, once on each worker.
+        """
         context = self.context
         device = context.replicas.all[0].device
         own_embeddings = {
@@ -207,7 +210,10 @@ class WholeBatchPass(LanePass):
                     # cloned, because a loss function may write to them, but not to leaves
                     copies = [tensor.clone() for tensor in gathered.tensors]
                     embeddings = joined(gathered.form, copies)
-                    returned = cast(LossFn, self.loss.fn)(self.loss.model, embeddings)
+                    if self.loss.fn is None:
+                        returned = yield LaneBatch(None, embeddings)
+                    else:
+                        returned = self.loss.fn(self.loss.model, embeddings)
                     loss, metrics = split_loss(returned, None)
                 input_gradients = (  # [items, ...] each, None if the loss does not use it
                     torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)
@@ -239,6 +245,7 @@ class WholeBatchPass(LanePass):
         if self.watched is not None:
             self._embeddings = {**watched, **self._embeddings}
             self._kept = {lane: self._weights[lane] for lane in watched}, self._loss
+        yield None
 
     def _embeddings_of(self, lane: int, gathered: Gathered) -> dict[int, list[Tensor]]:
         """Return the embeddings of a lane of any worker, nothing if it has no items."""
@@ -278,9 +285,19 @@ def joined(form: Form, tensors: Sequence[Tensor]) -> Any:
 
 def loss_of_one_lane(loss_fn: LossFn, embed: LossFn) -> LossFn:
     """Return the loss as a function of a batch that is one lane: nothing has to be gathered."""
+    embed = embeddings_of_one_lane(embed)
 
     def fn(model: Any, batch: Any) -> Any:
-        return loss_fn(model, joined(*split_embeddings(embed(model, batch), 0)))
+        return loss_fn(model, embed(model, batch))
+
+    return fn
+
+
+def embeddings_of_one_lane(embed: LossFn) -> LossFn:
+    """Return a function that checks what `embed` returns, as for several lanes."""
+
+    def fn(model: Any, batch: Any) -> Any:
+        return joined(*split_embeddings(embed(model, batch), 0))
 
     return fn
 

@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     sizes = "worker counts to compare (default: 1,2); 1x2 is one worker with 2 devices"
     add("-n", "--workers", default="1,2", metavar="N,N,…", help=sizes)
-    add("--steps", type=int, default=5, metavar="N", help="steps to compare (default: 5)")
+    steps = "steps to compare (default: 5); more than an epoch for what happens at its end"
+    add("--steps", type=int, default=5, metavar="N", help=steps)
     lanes = "lanes of every run (default: set by the script, or the largest worker count)"
     add("--lanes", type=int, metavar="N", help=lanes)
     kill = "also kill a worker in each loop and after each epoch, resume, and compare"

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from samestep.config import Config, is_url
-from samestep.errors import ConfigError, RecordError
+from samestep.errors import FAILED_FIRST, ConfigError, RecordError
 from samestep.masking import mask_urls
 from samestep.record.cursor import Cursor, Destination
 from samestep.record.events import FILE_NAME, parse_events, read_lines, to_json
@@ -44,6 +44,7 @@ ALERTS: Final = (
     "loss_alert",
 )  # in addition to failures and NaN
 HOOK_SECONDS: Final = 5.0  # to connect, and for the response
+CAUSE_SECONDS: Final = 3.0  # for a failed worker to record its error, after another has named it
 
 
 class SinkSpec(NamedTuple):
@@ -259,7 +260,7 @@ class HookAdapter(SinkAdapter):
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
         if kind in STARTS:
-            self._failure, self._nonfinite = 0, set()
+            self._failure, self._nonfinite, self.waits_until = 0, set(), 0.0
         elif kind in ALERTS:
             self._call(event)
         elif kind == "failed":
@@ -267,6 +268,10 @@ class HookAdapter(SinkAdapter):
             if failure > self._failure:
                 self._call(event)
                 self._failure = failure
+                self.waits_until = 0.0
+                if failure == 1 and FAILED_FIRST in str(event.get("error")):
+                    # the other worker is about to record its own event
+                    self.waits_until = event["time"] + CAUSE_SECONDS
         elif kind == "scalars":
             values = event["values"].items()
             names = {name for name, value in values if not math.isfinite(value)} - self._nonfinite
