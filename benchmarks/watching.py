@@ -1,6 +1,9 @@
 """Time to read and draw a record of many points, and a folder of many runs, including in Chromium.
 
-usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--rounds 3]
+usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--long 0] [--rounds 3]
+
+`--long 1000000` measures instead a folder with a run of that many steps, 50 scalars and 1,000
+images, and 199 shorter runs, which it writes (1.6 GB): answers, memory and scrolling.
 
 The page of many runs needs /usr/bin/chromium and /usr/bin/chromedriver.
 """
@@ -15,13 +18,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
+from PIL import Image
 
 from benchmarks.measure import spread
 from samestep.watch.runs import open_views
 from tests.watch.browser.pages import Page, Server, browsing, serving
-from tests.watch.writing import scalars, started, timing
+from tests.watch.writing import loop, scalars, started, timing
 from tests.watch.writing import write as write_events
 
 SMOOTH, SPAN = 0.9, 900
@@ -36,6 +41,22 @@ const began = performance.now();
 field.dispatchEvent(new Event("input"));
 requestAnimationFrame(() => setTimeout(() => done(performance.now() - began)));
 """
+SCROLL = """
+const done = arguments[arguments.length - 1], gaps = [];
+let last = performance.now();
+const frame = (now) => {
+  gaps.push(now - last);
+  last = now;
+  scrollBy(0, 60);
+  if (gaps.length < 150) requestAnimationFrame(frame);
+  else done(gaps.slice(1).sort((a, b) => a - b)[74]);
+};
+requestAnimationFrame(frame);
+"""
+MANY_SCALARS = tuple(
+    f"{group}/{n}" for group in ("loss", "top1", "norm", "lr", "aux") for n in range(10)
+)
+IMAGES, LONG_RUNS, SHORT_STEPS = 1000, 200, 1000
 
 
 def write(directory: Path, points: int) -> float:
@@ -147,6 +168,71 @@ def measure_many(directory: Path) -> dict[str, float]:
     return seconds
 
 
+def write_long(directory: Path, steps: int) -> None:
+    """Write the record of a long run, and of many shorter ones."""
+    chance = random.Random(0)
+    values = [json.dumps({name: chance.random() for name in MANY_SCALARS}) for _ in range(997)]
+    for number in range(LONG_RUNS):
+        folder, count = directory / f"run-{number:03d}", SHORT_STEPS if number else steps
+        settings = {"lr": 0.1 * (1 + number % 4), "seed": number}
+        begin = 1.7e9 + (0 if number == 0 else number)
+        write_events(folder, started(settings=settings), loop(0, batch_size=64), start=begin)
+        with (folder / "events.jsonl").open("a") as lines:
+            for step in range(count):
+                event = f'{{"time": {begin + 0.05 * step:.2f}, "event": "scalars", "step": {step}, '
+                lines.write(f'{event}"values": {values[(31 * step + number) % 997]}}}\n')
+                if number == 0 and step % max(1, count // IMAGES) == 0:
+                    lines.write(json.dumps({"time": begin, **image(folder, step)}) + "\n")
+        write_events(folder, {"event": "finished", "step": count}, start=begin + 0.05 * count)
+
+
+def image(folder: Path, step: int) -> dict[str, object]:
+    """Write an image, and return its event."""
+    path = f"images/sample-{step:08d}.png"
+    (folder / "images").mkdir(exist_ok=True)
+    Image.new("RGB", (32, 32), (step % 256, 128, 0)).save(folder / path)
+    size = {"width": 32, "height": 32}
+    return {"event": "image", "name": "sample", "step": step, "path": path, **size}
+
+
+def measure_long(directory: Path) -> None:
+    """Print the seconds of first answers, the memory of the server and the page, and frames."""
+    every = [f"shown=run-{number:03d}" for number in range(LONG_RUNS)]
+    with browsing() as driver, serving(directory) as server:
+        page, began = Page(driver, server), time.perf_counter()
+
+        def ask(endpoint: str) -> tuple[dict[str, Any], float]:
+            asked = time.perf_counter()
+            url = f"{server.address}api/{endpoint}"
+            return httpx.get(url, timeout=600, trust_env=False).json(), time.perf_counter() - asked
+
+        driver.get(f"{server.address}#run=run-000&shown=run-000")
+        page.points(MANY_SCALARS[0])
+        print(f"  first curve of the long run after {time.perf_counter() - began:.2f} s")
+        while any(row["elapsed"] is None for row in ask("runs")[0]["runs"]):
+            time.sleep(1)
+        print(f"  all records read after {time.perf_counter() - began:.0f} s")
+        for endpoint in ("runs", "run?id=run-000", f"curve?id=run-000&name={MANY_SCALARS[0]}"):
+            print(f"  {endpoint}: {1000 * ask(endpoint)[1]:.0f} ms")
+        print(f"  server: at most {server.peak_memory() / 1e6:.0f} MB")
+        for name, hash_ in {
+            "long run": "shown=run-000",
+            "20 runs": "&".join(every[:20]),
+            "all runs in groups": "&".join([*every, "group=lr"]),
+            "images": "tab=images",
+            "table": "tab=table",
+        }.items():
+            driver.get("about:blank")
+            driver.get(f"{server.address}#run=run-000&{hash_}")
+            page.until("return document.querySelector('.panel:not([hidden]) :is(canvas, img, td)')")
+            frame = driver.execute_async_script(SCROLL)
+            driver.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+            driver.execute_cdp_cmd("Performance.enable", {})
+            metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+            heap = next(each["value"] for each in metrics if each["name"] == "JSHeapUsedSize")
+            print(f"  {name}: heap {heap / 1e6:.0f} MB, median frame {frame:.0f} ms")
+
+
 def main() -> None:
     """Measure, and print medians with their range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -155,7 +241,13 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=1000, help="of a folder, default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--long", type=int, default=0, help="steps of the long run, 0 for none")
     options = parser.parse_args()
+    if options.long:
+        with tempfile.TemporaryDirectory() as folder:
+            write_long(Path(folder), options.long)
+            measure_long(Path(folder))
+        return
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder), options.points)
         print(f"{options.points} points, {size:.0f} MB, {options.rounds} rounds; milliseconds")

@@ -37,6 +37,7 @@ def test_all_of_few_points_are_drawn():
         "low": None,
         "high": None,
         "smooth": None,
+        "runs": None,
         "spans": None,
         "points": 3,
         "exact": True,
@@ -51,6 +52,7 @@ def test_no_points():
         "low": None,
         "high": None,
         "smooth": [],
+        "runs": None,
         "spans": None,
         "points": 0,
         "exact": True,
@@ -328,3 +330,59 @@ def test_the_average_has_the_same_bits_however_values_are_appended(values, weigh
 @pytest.mark.parametrize("weight", [0.5, 0.999])
 def test_the_average_of_a_constant_is_the_constant(weight):
     np.testing.assert_allclose(MovingAverage(weight).over(np.full(200, 7.0)), 7.0, rtol=1e-9)
+
+
+@pytest.fixture
+def long_curves():
+    """Return a curve of 5,000 noisy values with a band, and the same thinned to 512 points."""
+    noise = np.random.default_rng(0).normal(size=5000)
+    both = Curve(), Curve()
+    for step, value in enumerate((10 / (1 + np.arange(5000) / 500) + noise).tolist()):
+        for made in both:
+            made.append((step, True), 10.0 + step, value, value - 1, value + 1)
+        both[1].flush(512)
+    return both
+
+
+def test_a_thinned_curve_keeps_its_extremes_and_its_summary(long_curves):
+    whole, thinned = long_curves
+    assert len(whole) == 5000
+    assert len(thinned) <= 512
+    expected, summary = whole.summary(), thinned.summary()
+    assert summary.pop("trend") == pytest.approx(expected.pop("trend"), abs=0.03)
+    assert summary == expected
+    answer = ask(thinned)
+    assert (answer["points"], answer["exact"]) == (5000, False)
+    assert (answer["x"][0], answer["x"][-1]) == (0, 4999)
+    for name, extreme in {"value": max, "low": min, "high": max}.items():
+        assert extreme(answer[name]) == extreme(ask(whole, points=5000)[name])
+
+
+def test_the_average_of_a_thinned_curve_weights_what_it_left_out(long_curves):
+    whole, thinned = (made.points(0.995) for made in long_curves)
+    at_kept = np.searchsorted(whole.step, thinned.step)
+    np.testing.assert_allclose(thinned.smooth[50:], whole.smooth[at_kept][50:], atol=0.05)
+    assert np.average(thinned.mean, weights=thinned.count) == pytest.approx(whole.value.mean())
+
+
+def test_a_thinned_curve_is_resumed_and_grows(long_curves):
+    _, thinned = long_curves
+    thinned.discard_after((3000, False))
+    assert 2900 < thinned.size <= 3000
+    assert thinned.points().step[-1] < 3000
+    size = thinned.size
+    for step in range(3000, 3010):
+        thinned.append((step, True), 0.0, math.nan)
+    assert thinned.summary()["points"] == size + 10
+    assert thinned.nonfinite_since() == 3000
+    answer = ask(thinned, start=3000)
+    assert (answer["points"], answer["exact"]) == (10, True)
+    assert answer["low"] == [None] * 10
+
+
+def test_a_curve_that_descends_is_thinned_in_the_order_of_the_record():
+    made = curve(*[(-step, False, 0.0, float(step), NAN, NAN) for step in range(500)])
+    made.flush(100)
+    assert len(made) <= 100
+    assert made.points().value.tolist() == sorted(made.points().value.tolist())
+    assert made.points().low is None

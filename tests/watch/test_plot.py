@@ -12,7 +12,7 @@ from PIL import Image
 from samestep.errors import ConfigError, RecordError
 from samestep.record import FileRecord
 from samestep.watch import plot
-from tests.watch.writing import started, write
+from tests.watch.writing import loop, scalars, started, write
 
 ODD = "<script>$\\frac{1}$ & _x"
 
@@ -122,6 +122,15 @@ def test_log_and_smooth(run, tmp_path):
         for name in ("plain", "smooth")
     ]
     assert lines[1] == lines[0] + 1
+
+
+def test_curves_over_samples(run, tmp_path):
+    with pytest.raises(ConfigError, match="the record of run has no number of samples; use --x"):
+        draw(run, "--out", tmp_path / "none.svg", "--x", "samples")
+    events = started(), loop(0, batch_size=64), *(scalars(step, loss=1.0) for step in range(50))
+    write(tmp_path / "counted", *events)
+    draw(tmp_path / "counted", "--out", tmp_path / "samples.svg", "--x", "samples")
+    assert {"samples", "3000"} < set(texts(tmp_path / "samples.svg"))
 
 
 @pytest.mark.parametrize(

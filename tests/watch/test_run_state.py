@@ -321,3 +321,35 @@ def test_a_stalled_run_says_why_until_its_next_event():
     assert states == ["running", "running", "stalled", "stalled", "stalled", "running"]
     assert run.stall == "worker 0 has waited"
     assert run.timeline[-1].text == "stalled: worker 0 has waited"
+
+
+def samples_after(*events, steps):
+    run = RunState()
+    for event in events:
+        run.apply({"time": 0.0, **event})
+    samples = run.samples_after(np.array(steps, float))
+    return samples if samples is None else samples.tolist()
+
+
+def test_samples_of_epochs_whose_last_batch_is_short():
+    plan = loop(0, batch_size=4, samples=10, steps_per_epoch=3)
+    used = samples_after(started(), plan, steps=[0, 1, 2, 3, 4, 6, 7])
+    assert used == [0, 4, 8, 10, 14, 20, 24]
+
+
+def test_samples_of_loops_of_different_batches():
+    first, second = loop(0, batch_size=4), loop(3, name="tune", batch_size=32)
+    events = started(), first, {**first, "step": 2, "done": 2}, second
+    assert samples_after(*events, steps=[0, 2, 3, 4, 5]) == [0, 8, 12, 44, 76]
+
+
+def test_samples_after_a_resume_with_another_batch():
+    resumed = started(2, kind="resumed")
+    events = started(), loop(0, batch_size=4), loop(4, batch_size=8), resumed
+    resumed_loop = loop(2, batch_size=16, done=2)
+    assert samples_after(*events, resumed_loop, steps=[1, 2, 3, 5]) == [4, 8, 24, 56]
+
+
+def test_samples_of_a_loop_without_a_batch_size_are_unknown():
+    assert samples_after(started(), steps=[1]) is None
+    assert samples_after(started(), loop(0, batch_size=4), loop(2), steps=[1]) is None

@@ -108,6 +108,7 @@ def test_a_run(server):
             "elapsed",
             "nonfinite",
             "now",
+            "reading",
             "step",
             "epoch",
             "lanes",
@@ -121,6 +122,7 @@ def test_a_run(server):
             "workers",
             "parts",
             "samples",
+            "samples_used",
             "events",
             "config",
             "sinks",
@@ -137,12 +139,19 @@ def test_curves(server):
     curve = server.json(
         "/api/curve", id="one", name="loss", points=8, smooth=0.5, **{"from": 10, "to": 90}
     )
-    assert curve.keys() == {"x", "value", "low", "high", "smooth", "spans", "points", "exact"}
+    names = {"x", "value", "low", "high", "smooth", "runs", "spans", "points", "exact"}
+    assert curve.keys() == names
     assert (curve["points"], curve["exact"], curve["x"][0], curve["x"][-1]) == (81, False, 10, 90)
     assert (
         server.json("/api/curve", id="one", name="<script>&x=1", x="time")["value"] == [2.0] * 100
     )
     assert server.json("/api/curve", id="one", name="nan")["value"] == [None] * 100
+
+
+def test_the_mean_of_a_group(server):
+    group = server.json("/api/group", id=["one", "one"], name="loss", points=500)
+    assert group["value"] == server.json("/api/curve", id="one", name="loss")["value"]
+    assert group["runs"] == [2] * 100
 
 
 def test_timing(server):
@@ -252,7 +261,13 @@ def test_paths_outside_the_page_are_not_served(server, path):
         ("/api/curve?id=one&name=loss&points=20001", 400, "from 0 to 20000"),
         ("/api/curve?id=one&name=loss&smooth=1", 400, "must be a number from 0 to 0.999"),
         ("/api/curve?id=one&name=loss&from=nan", 400, "must be a number"),
-        ("/api/curve?id=one&name=loss&x=value", 400, "must be step or time"),
+        ("/api/curve?id=one&name=loss&x=value", 400, "must be step or time or samples"),
+        ("/api/curve?id=one&name=loss&x=samples", 404, "the run has no such scalar"),
+        ("/api/curve?id=one&id=one&name=loss", 400, "id must be given only once"),
+        ("/api/group?name=loss", 400, "id must be given 1 to 1000 times, got 0"),
+        ("/api/group?name=loss&id=one&id=none", 404, "there is no such run"),
+        ("/api/group?name=loss&name=loss&id=one", 400, "name must be given only once"),
+        ("/api/group?name=none&id=one", 404, "one of the runs has no such scalar"),
         ("/api/timing?id=one&points=x", 400, "must be an integer"),
         ("/api/system?id=one&from=x", 400, "must be a number"),
         ("/api/log?id=one", 400, "worker is missing"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import RecordError
+from samestep.record.source import open_source
 from samestep.watch import view as view_module
+from samestep.watch.view import View
 from tests.watch.writing import START, scalars, started, view_of, write
 
 
@@ -87,3 +89,37 @@ def test_news_count_even_if_the_clock_of_the_run_is_behind(tmp_path, monkeypatch
     write(tmp_path, scalars(1, loss=1.0))
     view.refresh()
     assert view.row()["state"] == "running"
+
+
+def test_a_long_record_has_its_state_and_the_share_that_is_read_until_all_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.record.source.READ_BYTES", 4096)
+    monkeypatch.setattr(view_module, "LONG_BYTES", 2**14)
+    write(tmp_path, started(), *[scalars(step, loss=float(step)) for step in range(400)])
+    write(tmp_path, {"event": "finished", "step": 400})
+    view = View(open_source(tmp_path))
+    assert view.peek()
+    shares = []
+    while view.advance():
+        summary = view.summary()
+        assert (summary["state"], summary["step"]) == ("finished", 400)
+        assert summary["scalars"][0]["points"] == len(view.curve("loss")["x"])
+        shares.append(summary["reading"])
+    assert shares.pop() is None
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.2
+    assert 0.8 < shares[-1] <= 1
+    assert view.curve("loss")["points"] == 400
+
+
+def test_a_record_of_too_many_points_is_thinned_while_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("samestep.record.source.READ_BYTES", 4096)
+    monkeypatch.setattr(view_module, "MOST_POINTS", 300)
+    monkeypatch.setattr(view_module, "FEWEST_POINTS", 32)
+    write(tmp_path, started(), *[scalars(step, a=step, b=-step) for step in range(1000)])
+    view = View(open_source(tmp_path))
+    while view.advance():
+        assert view.points_held <= 300
+    for name, last in {"a": 999, "b": -999}.items():
+        curve = view.curve(name)
+        assert (curve["points"], curve["exact"]) == (1000, False)
+        assert (curve["value"][0], curve["value"][-1]) == (0, last)

@@ -78,6 +78,11 @@ class Source:
                 self._files.size(join(self._folder, FILE_NAME))  # raises for a link or a pipe
         return self._size, tuple(self._chunks)
 
+    @property
+    def size(self) -> int:
+        """The bytes of the events, when `version` was last called."""
+        return max(self._size, covered_end(self._chunks))
+
     def _list_chunks(self) -> list[EventChunk]:
         return find_chunks(self._files.sizes(join(self._folder, FOLDER)))
 
@@ -92,7 +97,7 @@ class Source:
                 return lines
         self.version()
         lines = self._read_known(offset)
-        if not lines and offset > max(self._size, covered_end(self._chunks)):
+        if not lines and offset > self.size:
             raise RecordError(
                 f"the record at {self.location} has no byte {offset}: another record replaced it; "
                 "read it from the start"

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from samestep.record.source import StepPosition
 
-AXES: Final = ("step", "time")
+AXES: Final = ("step", "time", "samples")
 ROWS_AT_A_TIME: Final = 4096
 LARGEST_NUMBER: Final = 2.0**53  # no run has larger steps or times
 
@@ -38,32 +38,37 @@ class Table:
         """Append a row: one number per column."""
         self._pending.append(row)
         if len(self._pending) >= ROWS_AT_A_TIME:
-            self._flush()
+            self.flush()
 
     def columns(self) -> tuple[NDArray[Any], ...]:
         """Return each column as an array of all rows."""
-        self._flush()
+        self.flush()
         return tuple(array[: self._rows] for array in self._arrays)
 
-    def filter(self, rows: NDArray[np.bool_]) -> None:
-        """Remove the rows that are not marked true."""
+    def filter(self, rows: NDArray[Any]) -> None:
+        """Keep only the rows that are marked true, or have these numbers."""
         self._arrays = [column[rows] for column in self.columns()]
-        self._rows = int(np.count_nonzero(rows))
+        self._rows = len(self._arrays[0])
 
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        start, stop = self._rows, self._rows + len(self._pending)
+    def flush(self) -> None:
+        """Put appended rows into the arrays, where they take less memory."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self.extend(*zip(*pending, strict=True))
+
+    def extend(self, *columns: Sequence[Any] | NDArray[Any]) -> None:
+        """Append rows, given by their columns."""
+        self.flush()
+        start, stop = self._rows, self._rows + len(columns[0])
         if stop > len(self._arrays[0]):
             room = stop if start == 0 else max(stop, start * 3 // 2)
             larger = [np.empty(room, array.dtype) for array in self._arrays]
             for new, old in zip(larger, self._arrays, strict=True):
                 new[:start] = old[:start]
             self._arrays = larger
-        for column, values in zip(self._arrays, zip(*self._pending, strict=True), strict=True):
+        for column, values in zip(self._arrays, columns, strict=True):
             column[start:stop] = values
         self._rows = stop
-        self._pending.clear()
 
 
 class MovingAverage:
@@ -81,14 +86,19 @@ class MovingAverage:
         self._mean = self._divisor = 0.0
         self._averages = array("d")
 
-    def over(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """Return the average at each value, float64 [N]; earlier calls had a prefix of `values`."""
-        weight, rest = self.weight, 1 - self.weight
+    def over(self, values: NDArray[Any], counts: NDArray[Any] | None = None) -> NDArray[np.float64]:
+        """Return the average at each value, float64 [N]; earlier calls had a prefix of `values`.
+
+        A value may be the mean of several, as `counts` says [N].
+        """
+        new = slice(len(self._averages), None)
+        weights = np.full(len(values[new]), self.weight)
+        weights = weights if counts is None else weights ** counts[new]
         mean, divisor, append = self._mean, self._divisor, self._averages.append
-        for value in values[len(self._averages) :].tolist():
+        for value, weight in zip(values[new].tolist(), weights.tolist(), strict=True):
             if math.isfinite(value):
-                mean = weight * mean + rest * value
-                divisor = weight * divisor + rest
+                mean = weight * mean + (1 - weight) * value
+                divisor = weight * divisor + (1 - weight)
                 append(mean / divisor)
             else:
                 append(math.nan)
@@ -97,28 +107,80 @@ class MovingAverage:
 
 
 class Curve:
-    """A scalar's points as float64: 41 bytes each, and 8 more once a moving average is drawn."""
+    """A scalar's points as float64: 25 bytes each, 16 more with a band, 8 more once smoothed.
+
+    `thin` bounds them. The points that are left then stand for all those since the one before:
+    they have their `count`, and the mean of their finite values.
+    """
 
     def __init__(self) -> None:
-        # step, between, time, value, low, high
-        self._table = Table(np.float64, np.bool_, *[np.float64] * 4)
+        self._table = Table(np.float64, np.bool_, np.float64, np.float64)
+        # step, between, time, value
+        self._band: Table | None = None  # low, high
+        self._spans: Table | None = None  # count, mean
         self._average: MovingAverage | None = None
         self._summary: tuple[int, dict[str, float | None]] | None = None  # of that many points
+        self.size = 0  # points, with those that `thin` left out
 
     def __len__(self) -> int:
         return len(self._table)
 
     def append(
-        self, position: StepPosition, time: float, value: float, low: float, high: float
+        self,
+        position: StepPosition,
+        time: float,
+        value: float,
+        low: float = math.nan,
+        high: float = math.nan,
     ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
-        self._table.append((position[0], not position[1], time, value, low, high))
+        self.size += 1
+        self._table.append((position[0], not position[1], time, value))
+        if self._band is not None or low == low or high == high:  # noqa: PLR0124  not NaN
+            if self._band is None:
+                self._band = Table(np.float64, np.float64)
+                self._band.extend(*np.full((2, len(self) - 1), math.nan))
+            self._band.append((low, high))
+        if self._spans is not None:
+            self._spans.append((1.0, value))
+
+    def flush(self, rows: int) -> None:
+        """Put appended points into arrays, and keep at most `rows` of them."""
+        for table in self._tables():
+            table.flush()
+        if len(self) > rows:
+            self.thin(rows)
+
+    def _tables(self) -> list[Table]:
+        return [table for table in (self._table, self._band, self._spans) if table is not None]
 
     def discard_after(self, last: StepPosition) -> None:
         """Remove all points after a position."""
         step, between, *_ = self._table.columns()
-        self._table.filter((step < last[0]) | ((step == last[0]) & between))
+        kept = (step < last[0]) | ((step == last[0]) & between)
+        for table in self._tables():
+            table.filter(kept)
         self._average = self._summary = None
+        counts = None if self._spans is None else self._spans.columns()[0]
+        self.size = len(self) if counts is None else int(counts.sum())
+
+    def thin(self, rows: int) -> None:
+        """Keep about half of `rows` points: the first, last, lowest and highest of equal spans."""
+        step, _, _, value = self._table.columns()
+        edges = () if self._band is None else self._band.columns()
+        x = np.arange(len(step)) if (step[1:] < step[:-1]).any() else step
+        kept = select_points(x, [value, *edges[:1]], [value, *edges[1:]], rows // 2)
+        counts, means = self._spans.columns() if self._spans else (np.ones(len(value)), value)
+        starts = np.concatenate([[0], kept[:-1] + 1])
+        finite = np.where(np.isfinite(means), counts, 0.0)
+        weight = np.add.reduceat(finite, starts)
+        total = np.add.reduceat(finite * np.where(finite > 0, means, 0.0), starts)
+        mean = np.divide(total, weight, out=np.full(len(kept), np.nan), where=weight > 0)
+        for table in self._tables():
+            table.filter(kept)
+        self._spans = Table(np.float64, np.float64)
+        self._spans.extend(np.add.reduceat(counts, starts), mean)
+        self._average = None
 
     def summary(self) -> dict[str, float | None]:
         """Return the number of points, and the last, lowest and highest value or None.
@@ -127,27 +189,27 @@ class Curve:
         first of those, as in the names of snapshots. `trend` is the relative
         change from the mean of the fifth of the finite values before the newest fifth to its mean.
         """
-        if self._summary is None or self._summary[0] != len(self):
-            step, between, _, value, *_ = self._table.columns()
+        if self._summary is None or self._summary[0] != self.size:
+            step, between, _, value = self._table.columns()
             done = step + ~between
             rows = np.flatnonzero(np.isfinite(value))
             finite = value[rows]
             low, high = (rows[at(finite)] if len(rows) else None for at in (np.argmin, np.argmax))
             summary = {
-                "points": len(value),
+                "points": self.size,
                 "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
                 "lowest": None if low is None else float(value[low]),
                 "lowest_step": None if low is None else float(done[low]),
                 "highest": None if high is None else float(value[high]),
                 "highest_step": None if high is None else float(done[high]),
-                "trend": _trend(finite),
+                "trend": _trend(finite) if self._spans is None else _trend_of(self._spans),
             }
-            self._summary = len(self), summary
+            self._summary = self.size, summary
         return self._summary[1]
 
     def nonfinite_since(self) -> int | None:
         """Return the step since which no value was finite, None if the last one is."""
-        step, _, _, value, *_ = self._table.columns()
+        step, _, _, value = self._table.columns()
         if not len(value) or np.isfinite(value[-1]):
             return None
         finite = np.flatnonzero(np.isfinite(value))
@@ -155,15 +217,17 @@ class Curve:
 
     def points(self, smooth: float = 0.0) -> Points:
         """Return all points, with their moving average if `smooth` is above 0."""
-        step, _, time, value, low, high = self._table.columns()
-        average = None
+        step, between, time, value = self._table.columns()
+        done, average = step + ~between, None
+        low, high = (None, None) if self._band is None else self._band.columns()
+        if low is not None and np.isnan(low).all():
+            low = high = None
+        count, mean = (None, None) if self._spans is None else self._spans.columns()
         if smooth > 0:
             if self._average is None or self._average.weight != smooth:
                 self._average = MovingAverage(smooth)
-            average = self._average.over(value)
-        if np.isnan(low).all():
-            return Points(step, time, value, None, None, average)
-        return Points(step, time, value, low, high, average)
+            average = self._average.over(value if mean is None else mean, count)
+        return Points(step, done, time, value, low, high, average, count=count, mean=mean)
 
 
 def _trend(values: NDArray[Any]) -> float | None:
@@ -172,8 +236,22 @@ def _trend(values: NDArray[Any]) -> float | None:
         return None
     with np.errstate(over="ignore"):
         before, now = float(values[-2 * size : -size].mean()), float(values[-size:].mean())
+    return _change(before, now)
+
+
+def _change(before: float, now: float) -> float | None:
     change = (now - before) / abs(before) if before else math.nan
     return change if math.isfinite(change) else None
+
+
+def _trend_of(spans: Table) -> float | None:
+    """Return the trend of a thinned curve; its means have weights."""
+    count, mean = (column[np.isfinite(spans.columns()[1])] for column in spans.columns())
+    fifth = 5 * np.cumsum(count) / max(1.0, count.sum())
+    parts = ((fifth > 3) & (fifth <= 4), fifth > 4)
+    if not all(part.any() for part in parts):
+        return None
+    return _change(*(float(np.average(mean[part], weights=count[part])) for part in parts))
 
 
 class HostUse:
@@ -226,14 +304,24 @@ def _percent(part: object, total: object) -> float | None:
 
 @dataclass(frozen=True)
 class Points:
-    """Points in the order of the record, float64 [N] each; band and moving average may be None."""
+    """Points in the order of the record, float64 [N] each; the last seven may be None.
+
+    `done` is the number of complete steps at a point, `samples` that of the samples used by them,
+    and `runs` how many runs the value is the mean of. `count` is the number of points of the record
+    since the previous one, which a thinned curve leaves out, and `mean` that of their values.
+    """
 
     step: NDArray[Any]
+    done: NDArray[Any]
     time: NDArray[Any]
     value: NDArray[Any]
     low: NDArray[Any] | None
     high: NDArray[Any] | None
     smooth: NDArray[Any] | None
+    samples: NDArray[Any] | None = None
+    runs: NDArray[Any] | None = None
+    count: NDArray[Any] | None = None
+    mean: NDArray[Any] | None = None
 
     def at(self, rows: NDArray[np.intp] | slice) -> Points:
         """Return some of the points."""
@@ -245,7 +333,7 @@ class Points:
     def to_json(
         self, start: float | None, end: float | None, points: int, axis: str
     ) -> dict[str, Any]:
-        """Return the points to draw: x, value, low, high, smooth, spans, points and exact."""
+        """Return the points to draw: x, value, low, high, smooth, runs, spans, points and exact."""
         x = getattr(self, axis)
         if (x[1:] < x[:-1]).any():  # a clock was set back, or no run wrote this record
             return self.at(np.argsort(x, kind="stable")).to_json(start, end, points, axis)
@@ -265,9 +353,10 @@ class Points:
             "low": None if drawn.low is None else to_list(drawn.low),
             "high": None if drawn.high is None else to_list(drawn.high),
             "smooth": None if drawn.smooth is None else to_list(drawn.smooth),
+            "runs": None if drawn.runs is None else to_list(drawn.runs),
             "spans": spans,  # points with the same number stand for all points between them
-            "points": len(x),
-            "exact": spans is None,
+            "points": len(x) if inside.count is None else int(inside.count.sum()),
+            "exact": spans is None and (inside.count is None or bool((inside.count == 1).all())),
         }
 
 
@@ -284,12 +373,14 @@ def select_points(
         return np.arange(len(x))
     lowest = [np.where(np.isfinite(column), column, np.inf) for column in lows]
     highest = [np.where(np.isfinite(column), column, -np.inf) for column in highs]
-    chosen: set[int] = set()
-    for start, stop in equal_spans(x, _span_count(points, len(lowest) + len(highest))):
-        chosen.update((start, stop - 1))
-        chosen.update(start + int(np.argmin(column[start:stop])) for column in lowest)
-        chosen.update(start + int(np.argmax(column[start:stop])) for column in highest)
-    return np.asarray(sorted(chosen))
+    starts, stops = np.array(equal_spans(x, _span_count(points, len(lowest) + len(highest)))).T
+    chosen = [starts, stops - 1]
+    for columns, extreme in ((lowest, np.minimum), (highest, np.maximum)):
+        for column in columns:
+            reached = np.repeat(extreme.reduceat(column, starts), stops - starts)
+            hits = np.flatnonzero(column == reached)
+            chosen.append(hits[np.searchsorted(hits, starts)])  # the first of each span
+    return np.unique(np.concatenate(chosen))
 
 
 def _span_count(points: int, extremes: int) -> int:

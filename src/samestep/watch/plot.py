@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help=out)
     scalars = "scalars to draw, comma-separated, one panel each (default: all)"
     add("--scalars", metavar="NAMES", help=scalars)
-    x = "x axis: step (default), or time since the start of the run"
+    x = "x axis: step (default), time since the start of the run, or samples used for training"
     add("--x", choices=AXES, default="step", help=x)
     add("--log", action="store_true", help="use a logarithmic y axis")
     smooth = "draw a moving average with this weight on earlier values, such as 0.9"
@@ -76,6 +76,11 @@ def main(options: argparse.Namespace) -> int:
     views = _read(options.locations)
     names = _choose(views, options.scalars)
     views = [view for view in views if set(names) & set(view.scalars())]
+    if options.x == "samples" and (
+        unknown := [view.name for view in views if view.samples is None]
+    ):
+        text = f"the record of {unknown[0]} has no number of samples; use --x step"
+        raise ConfigError(text)
     with mpl.rc_context():
         mpl.rcdefaults()  # the user's own settings must not change the picture
         mpl.rcParams.update(STYLE)
@@ -139,7 +144,7 @@ def _draw(views: Sequence[View], names: Sequence[str], options: argparse.Namespa
         default=0.0,
     )
     of_time = next((unit for unit in UNITS if longest >= 2 * unit[0]), UNITS[-1])
-    unit, label = of_time if is_time else (1.0, "step")
+    unit, label = of_time if is_time else (1.0, options.x)
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(rows, columns, place)
         axes.set_title(name, parse_math=False)

@@ -97,8 +97,9 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> HtmlReport:
     responses: dict[str, Any] = {_path("runs"): {"runs": [view.row() for view in views]}}
     responses[_path("table")] = {"runs": [view.table_row() for view in views]}
     summaries = {view: view.summary() for view in views}
-    curves = sum(len(summary["scalars"]) for summary in summaries.values())
-    points = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, curves * len(AXES))))
+    axes = {view: AXES if view.samples is not None else AXES[:2] for view in views}
+    curves = sum(len(axes[view]) * len(summaries[view]["scalars"]) for view in views)
+    points = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, curves)))
     for view, summary in summaries.items():
         responses[_path("run", id=view.id)] = summary
         responses[_path("timing", id=view.id)] = _rounded(view.timing(points=SPANS))
@@ -106,7 +107,7 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> HtmlReport:
         for name in (series["name"] for series in summary["histograms"]):
             responses[_path("histogram", id=view.id, name=name)] = view.histogram(name)
         for scalar in summary["scalars"]:
-            for axis in AXES:
+            for axis in axes[view]:
                 curve = view.curve(scalar["name"], points=points, axis=axis)
                 responses[_path("curve", id=view.id, name=scalar["name"], x=axis)] = _rounded(curve)
     images: dict[str, str] = {}

@@ -79,6 +79,36 @@ class TimelineEvent:
     detail: str | None
 
 
+@dataclass(frozen=True)
+class SamplePlan:
+    """How many samples the steps of a loop use, from `step` on, when `done` of its were complete.
+
+    The last batch of an epoch of `steps` steps and `size` samples may be short; both are 0 if the
+    record does not have them.
+    """
+
+    step: float
+    done: float
+    batch: float
+    size: float
+    steps: float
+
+    def samples(self, step: NDArray[Any]) -> NDArray[Any]:
+        """Return the samples of the steps from `self.step` to each of `step`, float64 [N]."""
+        used = []
+        for done in (step - self.step + self.done, np.full_like(step, self.done)):
+            epochs, rest = np.divmod(done, self.steps or math.inf)
+            of_epoch = np.minimum(rest * self.batch, self.size or math.inf)
+            used.append(epochs * self.size + of_epoch)
+        return used[0] - used[1]
+
+    def goes_on_as(self, other: SamplePlan) -> bool:
+        """Return whether a later plan is this one, continued."""
+        is_same = (self.batch, self.size, self.steps) == (other.batch, other.size, other.steps)
+        shift = (other.step - other.done) - (self.step - self.done)
+        return is_same and (not self.steps or shift % self.steps == 0)
+
+
 class RunState:
     """The state of a run after some of its events, with its curves, timings, images and timeline.
 
@@ -107,6 +137,7 @@ class RunState:
         self.epoch: int | None = None
         self.loop: Event | None = None
         self.loops: set[str] = set()  # the names of all
+        self.plans: list[SamplePlan] = []  # of the loops, where they differ
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
         self.loop_pace: tuple[float, float] | None = None  # the first one of the current loop
         self.failures: list[Event] = []  # since the last start
@@ -169,6 +200,29 @@ class RunState:
         points = {name: curve.points() for name, curve in self.curves.items() if tells(name)}
         return find_hints({name: (at.step, at.value) for name, at in points.items()}, self.updates)
 
+    def samples_after(self, steps: NDArray[Any]) -> NDArray[Any] | None:
+        """Return the samples that all loops used in their first `steps` steps, float64 [N].
+
+        None if a loop has no batch size: then the record does not say.
+        """
+        if not self.plans or any(not plan.batch for plan in self.plans):
+            return None
+        ends = (*(plan.step for plan in self.plans[1:]), math.inf)
+        total = np.zeros(len(steps))
+        for plan, end in zip(self.plans, ends, strict=True):
+            total += plan.samples(steps.clip(plan.step, end))
+        return total
+
+    def _plan_samples(self, loop: Event) -> None:
+        """Note how many samples the steps of a loop use, unless the one before says the same."""
+        step, done, batch = (
+            to_number(loop.get(key)) or 0.0 for key in ("step", "done", "batch_size")
+        )
+        size, steps = (to_number(loop.get(key)) or 0.0 for key in ("samples", "steps_per_epoch"))
+        plan = SamplePlan(step, done, batch, *((size, steps) if size and steps else (0.0, 0.0)))
+        if not self.plans or not self.plans[-1].goes_on_as(plan):
+            self.plans = [earlier for earlier in self.plans if earlier.step < step] + [plan]
+
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
         self.state = STATES.get(kind, self.state)
@@ -193,6 +247,7 @@ class RunState:
         if kind == "loop":
             before, self.loop, self.loop_pace = self.loop or {}, event, None
             self.loops.add(str(event.get("name")))
+            self._plan_samples(event)
             self.epoch = to_int(event.get("epoch"))
             return before.get("name") != event.get("name")  # many loops start again each epoch
         return True
@@ -219,6 +274,7 @@ class RunState:
         if self.loop is not None:
             self._trained, self._trained_inputs = (self.start, self.loop), self.inputs
         self._add_inputs(event, step)
+        self.plans = [plan for plan in self.plans if plan.step < step]
         self.state, self.start, self.loop, self.loop_pace = "running", event, None, None
         if "commit" in event:  # not after a worker was replaced
             self.commit = to_text(event["commit"])
@@ -248,6 +304,7 @@ class RunState:
             return
         bands = event.get("low"), event.get("high")
         low, high = (band if isinstance(band, dict) else {} for band in bands)
+        has_band = bool(low or high)
         for name, value in values.items():
             if not isinstance(value, (int, float)):
                 continue
@@ -256,13 +313,22 @@ class RunState:
                     self._report_many(position, time)
                     continue
                 curve = self.curves[name] = Curve()
-            edges = to_float(low.get(name)), to_float(high.get(name))
-            curve.append(position, time, to_float(value), *edges)
+            number = value if type(value) is float else to_float(value)  # most values are floats
+            if has_band:
+                edges = to_float(low.get(name)), to_float(high.get(name))
+                curve.append(position, time, number, *edges)
+            else:
+                curve.append(position, time, number)
         epoch, is_between = to_int(event.get("epoch")), not position[1]
         if is_between and epoch:  # the number of the next epoch, which may not follow
             epoch = max(self.epoch or 0, epoch - 1)
         self.epoch = epoch
         self._reach(position[0], time)
+
+    def flush(self, points: int) -> None:
+        """Keep curves in arrays, of at most `points` points each."""
+        for curve in self.curves.values():
+            curve.flush(points)
 
     def _report_many(self, position: StepPosition, time: float) -> None:
         if not self._has_many:

@@ -20,7 +20,7 @@ from samestep.errors import ConfigError, RecordError
 from samestep.host import printable
 from samestep.masking import mask_urls
 from samestep.record.source import MAX_FOLDERS, RunLocation
-from samestep.watch.view import View
+from samestep.watch.view import FEWEST_POINTS, MOST_POINTS, MOST_POINTS_EACH, View
 
 logger = logging.getLogger("samestep")
 
@@ -42,6 +42,7 @@ class Views(Mapping[str, View]):
     def __init__(self, *locations: str | Path) -> None:
         self._prefixes = _prefixes([str(location) for location in locations])
         self._views: dict[str, dict[str, View]] = {location: {} for location in self._prefixes}
+        self._most_points = MOST_POINTS_EACH
         self._places = {location: RunLocation(location) for location in self._prefixes}
 
     def __getitem__(self, id: str) -> View:  # noqa: A002
@@ -62,6 +63,17 @@ class Views(Mapping[str, View]):
         """Return the runs at or below one of the locations."""
         return list(self._views[location].values())
 
+    def bound(self) -> None:
+        """Thin all curves, if together they hold too many points."""
+        views = [view for views in self._views.copy().values() for view in views.values()]
+        while (
+            sum(view.points_held for view in views) > MOST_POINTS
+            and self._most_points > FEWEST_POINTS
+        ):
+            self._most_points //= 2
+            for view in views:
+                view.thin(self._most_points)
+
     def scan(self, location: str) -> bool:
         """Update the runs at a location; return whether that changed any.
 
@@ -72,7 +84,10 @@ class Views(Mapping[str, View]):
         for path in self._places[location].find():
             run = "/".join(part for part in (prefix, path) if part and part != ".") or "."
             name = _name(location) if run == "." else run
-            views[run] = before.get(run) or View(self._places[location].source(path), run, name)
+            if (view := before.get(run)) is None:
+                view = View(self._places[location].source(path), run, name)
+                view.thin(self._most_points)
+            views[run] = view
         self._views[location] = views
         if self._places[location].is_cut:
             raise RecordError(
@@ -186,13 +201,13 @@ class Follower(threading.Thread):
     def run(self) -> None:
         while not self._stopped.is_set():
             self._poll_if_due("", self._scan_interval, self._scan)
-            changed = {
-                view.id
-                for view in self._views.at(self._location)
-                if not self._stopped.is_set() and self._poll(view)
-            }
+            changed = False
+            for view in self._views.at(self._location):
+                if not self._stopped.is_set() and self._poll(view):
+                    changed = True
+                    self._notify({view.id})  # a round over many long records takes a while
             if changed:
-                self._notify(changed)
+                self._views.bound()
             self._stopped.wait(0.001 if changed else self._interval.shortest)
 
     def _scan(self) -> bool:

@@ -201,10 +201,12 @@ def _form(text: str) -> Response:
 class Query:
     """The query parameters of a request. Only `names` are valid, and no value is used as a path.
 
+    Only the `repeated` parameter may have several values.
+
     Raises `HTTPException` with status 400 for any other parameter and for invalid values.
     """
 
-    def __init__(self, params: QueryParams, *names: str) -> None:
+    def __init__(self, params: QueryParams, *names: str, repeated: str = "") -> None:
         self._params = params
         for name, value in params.multi_items():
             if name not in names:
@@ -213,7 +215,7 @@ class Query:
             if len(value) > LONGEST_PARAMETER:
                 limit = f"at most {LONGEST_PARAMETER} characters"
                 raise HTTPException(400, f"{name} must have {limit}, got {len(value)}")
-            if len(params.getlist(name)) > 1:
+            if name != repeated and len(params.getlist(name)) > 1:
                 raise HTTPException(400, f"{name} must be given only once")
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -223,6 +225,13 @@ class Query:
         if default is None:
             raise HTTPException(400, f"{name} is missing")
         return default
+
+    def texts(self, name: str, most: int) -> list[str]:
+        """Return the values of a parameter, from 1 to `most`."""
+        values = self._params.getlist(name)
+        if 0 < len(values) <= most:
+            return values
+        raise HTTPException(400, f"{name} must be given 1 to {most} times, got {len(values)}")
 
     def number(self, name: str, low: float = -math.inf, high: float = math.inf) -> float | None:
         """Return a finite number from `low` to `high`, None if the parameter is missing."""

@@ -6,8 +6,10 @@ GET /api/runs              {"runs": [{id, name, state, started, updated, step, e
                            faults: unreadable locations
 GET /api/run?id=           progress, scalars, images, histograms, workers, parts, events, config,
                            sinks
-GET /api/curve?id=&name=   {x, value, low, high, smooth, spans, points, exact}; optional: from=,
-                           to=, points=1000, smooth=0, x=step|time
+GET /api/curve?id=&name=   {x, value, low, high, smooth, runs, spans, points, exact}; optional:
+                           from=, to=, points=1000, smooth=0, x=step|time|samples
+GET /api/group?id=&id=&name= the same for the mean over runs, with their number: runs; x=time is
+                           seconds since the start of each
 GET /api/histogram?id=&name= {"items": [{step, bins, nan, inf, -inf}]}; bins: [edge, count]
 GET /api/timing?id=        {x, parts, workers, quantiles}: seconds; optional: from=, to=, points=500
 GET /api/system?id=        {"curves": [{host, name, x, value}]}, x: Unix time; optional: from=, to=
@@ -55,6 +57,7 @@ from samestep.comm.admission import (
 )
 from samestep.errors import RecordError
 from samestep.watch.curves import AXES
+from samestep.watch.groups import mean_curve
 from samestep.watch.runs import Changes, Views
 from samestep.watch.security import NOTES, Guard, Query, read_body
 from samestep.watch.view import View
@@ -69,6 +72,8 @@ MEDIA_TYPES: Final = {
     ".png": "image/png",
     ".txt": "text/plain",
 }
+CURVE: Final = ("id", "name", "from", "to", "points", "smooth", "x")  # parameters
+MOST_RUNS: Final = 1000  # of a group
 MOST_POINTS: Final = 20_000
 MOST_SPANS: Final = 5_000
 MOST_IMAGES: Final = 10**9
@@ -194,14 +199,14 @@ def make_app(
         await changes.join()
 
     api = Api(views, changes, read_only=read_only)
-    data = (api.runs, api.table, api.run, api.curve, api.histogram, api.timing, api.system)
+    data = (api.runs, api.table, api.run, api.curve, api.group, api.histogram, api.timing)
     app = Starlette(
         routes=[
             Route("/", page),
             Route("/page/{name}", page),
             *(
                 Route(f"/api/{endpoint.__name__}", endpoint)
-                for endpoint in (*data, api.log, api.image, api.changes)
+                for endpoint in (*data, api.system, api.log, api.image, api.changes)
             ),
             Route(NOTES, api.notes, methods=["PUT"]),
         ],
@@ -234,13 +239,15 @@ class Api:
         return _json(summary)
 
     def curve(self, request: Request) -> Response:
-        query = Query(request.query_params, "id", "name", "from", "to", "points", "smooth", "x")
-        start, end = query.number("from"), query.number("to")
-        points = query.count("points", 1000, MOST_POINTS)
-        smooth = query.number("smooth", 0.0, LARGEST_SMOOTHING) or 0.0
-        axis, view, name = query.choice("x", AXES), self._view(query), query.text("name")
-        curve = partial(view.curve, name, start, end, points, smooth, axis)
+        query = Query(request.query_params, *CURVE)
+        curve = partial(self._view(query).curve, *_drawn(query))
         return _json(_find(curve, "the run has no such scalar"))
+
+    def group(self, request: Request) -> Response:
+        query = Query(request.query_params, *CURVE, repeated="id")
+        views = [self._view_of(run) for run in query.texts("id", MOST_RUNS)]
+        curve = partial(mean_curve, views, *_drawn(query))
+        return _json(_find(curve, "one of the runs has no such scalar"))
 
     def histogram(self, request: Request) -> Response:
         query = Query(request.query_params, "id", "name")
@@ -306,8 +313,18 @@ class Api:
         return StreamingResponse(self._changes.stream(), media_type="text/event-stream")
 
     def _view(self, query: Query) -> View:
-        run = query.text("id")
+        return self._view_of(query.text("id"))
+
+    def _view_of(self, run: str) -> View:
         return _find(lambda: self._views[run], "there is no such run")
+
+
+def _drawn(query: Query) -> tuple[str, float | None, float | None, int, float, str]:
+    """Return what to draw of a curve: its scalar, range, number of points, smoothing and axis."""
+    smooth = query.number("smooth", 0.0, LARGEST_SMOOTHING) or 0.0
+    points = query.count("points", 1000, MOST_POINTS)
+    name, start, end = query.text("name"), query.number("from"), query.number("to")
+    return name, start, end, points, smooth, query.choice("x", AXES)
 
 
 def _find(action: Callable[[], Result], missing: str) -> Result:

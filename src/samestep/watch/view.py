@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from samestep.record.source import STARTS, Source
 from samestep.watch.curves import (
     AXES,
     Curve,
+    Points,
     row_range,
     select_points,
     to_int,
@@ -41,8 +42,12 @@ Item = TypeVar("Item")
 EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
 PEEK_BYTES: Final = 8 * 1024  # at each end: a start event with its settings, and some steps
+LONG_BYTES: Final = 2**24  # of a record: reading it takes a second
 SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
+MOST_POINTS: Final = 2**24  # of all curves, that are held: 25 to 57 bytes each
+MOST_POINTS_EACH: Final = 2**20  # of a curve; longer ones are thinned
+FEWEST_POINTS: Final = 512  # of a curve, however many curves there are
 MOST_HISTOGRAMS: Final = 200  # per name, that are sent
 MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
 DEEPEST: Final = 4  # nesting of configuration values
@@ -83,6 +88,7 @@ class View:
         self._version: object = None
         self._is_read = True  # up to `_version`
         self._restarted = False  # read again from the start at `_version`
+        self._most_points = MOST_POINTS_EACH
         self._reset()
 
     def _reset(self) -> None:
@@ -140,11 +146,27 @@ class View:
                     self._run.apply(event)
         with self._lock:
             self._run.skip_lines(lines - len(read))
+        self.thin(self._most_points)
         if self._was_read and any(event.get("event") != SYSTEM for event in read):
             self._seen = time.time()
         self._offset += len(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         return True
+
+    @property
+    def points_held(self) -> int:
+        """The points of all curves in memory."""
+        return sum(map(len, self._run.curves.copy().values()))
+
+    def thin(self, points: int) -> None:
+        """Keep at most `points` points of each curve from now on, or fewer if they are too many."""
+        with self._lock:
+            points = min(points, self._most_points)
+            self._run.flush(points)
+            while self.points_held > MOST_POINTS and points > FEWEST_POINTS:
+                points //= 2
+                self._run.flush(points)
+            self._most_points = points
 
     def _read_next(self) -> bytes:
         try:
@@ -177,6 +199,11 @@ class View:
         with self._lock:
             return self._row(self._known_run(), time.time())
 
+    def _share_read(self) -> float | None:
+        """Return the share of a long record that has been read, None if that is all of it."""
+        size = self.source.size
+        return None if self._was_read or size < LONG_BYTES else min(1.0, self._offset / size)
+
     def _known_run(self) -> RunState:
         return self._run if self._was_read else self._glimpse or self._run
 
@@ -207,14 +234,16 @@ class View:
         """Return everything about the run except its curves."""
         with self._lock:
             run, now = self._run, time.time()
-            row, config = self._row(run, now), run.start.get("config")
+            row, config = self._row(self._known_run(), now), run.start.get("config")
+            is_running = row["state"] == "running" and self._was_read
             config = _config(config) if isinstance(config, dict) else {}
             return {
                 **row,
                 **self._notes(),
                 "now": now,
+                "reading": self._share_read(),
                 "attempts": run.attempts,
-                "progress": _progress(run, is_running=row["state"] == "running"),
+                "progress": _progress(run, is_running=is_running),
                 "scalars": [
                     {"name": name, **curve.summary()} for name, curve in run.curves.items()
                 ],
@@ -225,6 +254,7 @@ class View:
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
                 "samples": run.hosts.count,
+                "samples_used": _all_samples(run),
                 "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
                 "config": config,
                 "defaults": _defaults(config),
@@ -282,15 +312,35 @@ class View:
         smooth: float = 0.0,
         axis: str = AXES[0],
     ) -> dict[str, Any]:
-        """Return the points to draw of a scalar: x, value, low, high, smooth, spans, points, exact.
+        """Return the points to draw of a scalar; see `Points.to_json`.
 
         At most `points` points from `start` to `end` of the axis, inclusive; None means no limit.
         `smooth` is the weight of earlier values in a moving average, 0 for none. Raises `KeyError`
-        if there is no such scalar.
+        if there is no such scalar, or the axis is samples and the record does not have them.
         """
+        return self.points(name, smooth, axis).to_json(start, end, points, axis)
+
+    def points(self, name: str, smooth: float = 0.0, axis: str = AXES[0]) -> Points:
+        """Return all points of a scalar; raises `KeyError` as `curve` does."""
         with self._lock:
             curve = self._run.curves[name].points(smooth)
-        return curve.to_json(start, end, points, axis)
+            if axis != "samples":
+                return curve
+            samples = self._run.samples_after(curve.done)
+        if samples is None:
+            raise KeyError("samples")
+        return replace(curve, samples=samples)
+
+    @property
+    def samples(self) -> float | None:
+        """The samples that all steps used, None if the record does not have them."""
+        with self._lock:
+            return _all_samples(self._run)
+
+    @property
+    def started(self) -> float:
+        """The Unix time of the first start."""
+        return self._run.started or 0.0
 
     def histogram(self, name: str) -> dict[str, Any]:
         """Return the histograms of a name over the run, evenly thinned to at most 201 items.
@@ -465,6 +515,11 @@ def _samples(loop: Mapping[str, Any], done: int, batch: int | None) -> int | Non
     if not size or not steps:
         return done * batch
     return done // steps * size + min(done % steps * batch, size)
+
+
+def _all_samples(run: RunState) -> float | None:
+    samples = run.samples_after(np.array([run.step]))
+    return None if samples is None else float(samples[0])
 
 
 def _images(run: RunState) -> list[dict[str, Any]]:

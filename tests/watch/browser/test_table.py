@@ -11,6 +11,7 @@ from selenium.webdriver.support.select import Select
 
 from samestep.watch import view
 from samestep.watch.curves import Curve
+from tests.watch.browser.pages import downloaded
 from tests.watch.browser.runs import append
 from tests.watch.writing import loop, scalars, started, write
 
@@ -195,6 +196,44 @@ def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, p
     wait_for_rows(page, run)
     page.open(run.name, tab="table", filter="study=whole LR=0.")
     page.until(f"return {ROWS}.length === 2")
+
+
+def test_runs_chosen_by_settings_are_drawn_as_groups(run, place, page, tmp_path):
+    runs = {
+        f"{run.name}-{rate}-{seed}": (rate, seed) for rate in (0.125, 0.25, 0.5) for seed in (0, 1)
+    }
+    for name, (rate, seed) in runs.items():
+        settings = {"lr": rate, "seed": seed, "study": "groups"}
+        values = (scalars(step, loss=8 * rate + seed + step) for step in range(4))
+        append(place / name, {**started(), "settings": settings}, loop(0, batch_size=8), *values)
+    page.open(run.name, tab="table", filter="study=groups LR<=0.25")
+    page.until(f"return {ROWS}.length === 4")
+    page.wait_for(
+        "Show curves of 4 runs", "return document.getElementById('show-matching').innerText"
+    )
+    page.element("#show-matching").click()
+    box = "document.querySelector(`#runs-table [data-run='${arguments[0]}'] input`)"
+    chosen = [name for name, (rate, _) in runs.items() if rate <= 0.25]
+    page.until("return new URLSearchParams(location.hash).getAll('shown').length === 4")
+    Select(page.element("#group")).select_by_visible_text("lr")
+    legend = "return document.querySelector('.curves .legend').innerText.split('\\n')"
+    page.wait_for(["lr=0.125", "2 runs", "lr=0.25", "2 runs"], legend)
+    page.element("#axis-samples").click()
+    page.until("return location.hash.includes('axis=samples&group=lr')")
+    page.driver.refresh()  # the address restores it
+    page.points("loss", 8)
+    page.wait_for(["lr=0.125", "2 runs", "lr=0.25", "2 runs"], legend)
+    page.save_downloads_in(tmp_path)
+    page.run("document.querySelector('[data-scalar=loss] .save button').click()")
+    assert downloaded(tmp_path, "*.csv").read_text().splitlines()[:3] == [
+        "group,samples,value,low,high,smoothed,runs",
+        "lr=0.125,8,1.5,1,2,,2",
+        "lr=0.125,16,2.5,2,3,,2",
+    ]
+    page.element("#tab-table").click()
+    page.until(f"return {box}?.checked", chosen[0])
+    page.run(f"{box}.click()", chosen[0])
+    page.until("return new URLSearchParams(location.hash).getAll('shown').length === 3")
 
 
 @pytest.mark.long

@@ -14,9 +14,11 @@ let running = 0;
 
 export const report = archive?.report ?? null;
 
-/** Return the path of a request. Names and ids are escaped, null values left out. */
+/** Return the path of a request. Values are escaped, null ones left out, lists repeated. */
 export function path(endpoint, query) {
-  const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
+  const given = Object.entries(query)
+    .flatMap(([key, value]) => [value].flat().map((each) => [key, each]))
+    .filter(([, value]) => value !== null && value !== undefined);
   return `/api/${endpoint}?${new URLSearchParams(given)}`;
 }
 

@@ -1,8 +1,8 @@
 // A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
 import { Chart, tall, TIME } from "./chart.js";
-import { lineKey, lookOf } from "./colors.js";
-import { bestOf, clockSpan, count, goal, number, splitName } from "./format.js";
+import { lineKey } from "./colors.js";
+import { bestOf, clockSpan, count, goal, number, several, splitName } from "./format.js";
 import { get, path } from "./api.js";
 import { h, headButton } from "./dom.js";
 import { chartSource, saveMenu } from "./saving.js";
@@ -10,6 +10,7 @@ import { MOST_IN_TIP, nearest } from "./tip.js";
 import { choose } from "./state.js";
 
 const MANY = 4; // runs; with more, bands and raw values would hide each other
+const MANY_GROUPS = 7;
 const MOST_LETTERS = 18; // in the title of a small chart's y axis
 const FAR_OUT = 3; // interquartile ranges
 const SPIKE = 3; // points at most
@@ -17,7 +18,7 @@ const SPIKE = 3; // points at most
 export class Card {
   constructor(name) {
     this.name = name;
-    this.responses = new Map(); // by run: key and response
+    this.responses = new Map(); // by run or group: key and response
     this.readout = h("span", { class: "readout" });
     this.best = h("span", { class: "best" });
     this.canvas = h("div", { class: "canvas" });
@@ -26,7 +27,8 @@ export class Card {
     this.enlarge = headButton("Enlarge", name, "⤢", click);
     this.pin = headButton("Pin", name, "⚲", () => this.togglePin());
     this.title = h("h3", { title: name });
-    const save = saveMenu(name, () => chartSource(this.chart, "run"));
+    const save = saveMenu(name, () =>
+      chartSource(this.chart, this.view.lines[0]?.isGroup ? "group" : "run"));
     this.element = h(
       "article",
       { class: "card", "data-scalar": name },
@@ -71,15 +73,16 @@ export class Card {
     if (visible && this.view) this.load();
   }
 
-  /** Return the request for a run's curve, and a key that changes with it and with the run. */
-  request(row) {
+  /** Return the request for a line's points, and a key that changes with it and with the runs. */
+  request({ ids, isGroup }) {
     const { state, details } = this.view;
-    const scalar = this.scalarOf(row.id);
-    if (!scalar) return null;
-    const shift = state.axis === "time" ? row.started : 0;
-    const points = this.view.runs.length > MANY ? 300 : this.large ? 2000 : 800;
-    const request = path("curve", {
-      id: row.id,
+    const isKnown = (id) => state.axis !== "samples" || details.get(id).samples_used !== null;
+    const members = ids.filter((id) => this.scalarOf(id) && isKnown(id));
+    if (!members.length) return null;
+    const shift = state.axis === "time" && !isGroup ? details.get(ids[0]).started : 0;
+    const points = this.view.lines.length > MANY ? 300 : this.large ? 2000 : 800;
+    const request = path(isGroup ? "group" : "curve", {
+      id: isGroup ? members : ids[0],
       name: this.name,
       from: state.from === null ? null : state.from + shift,
       to: state.to === null ? null : state.to + shift,
@@ -87,14 +90,17 @@ export class Card {
       smooth: state.smooth || null,
       x: state.axis,
     });
-    const version = `${scalar.points} ${scalar.last} ${details.get(row.id).attempts}`;
-    return { request, shift, key: `${request} ${version}` };
+    const versions = members.map((id) => {
+      const { points: size, last } = this.scalarOf(id);
+      return `${size} ${last} ${details.get(id).attempts}`;
+    });
+    return { request, shift, key: `${request} ${versions}` };
   }
 
   /** Load what changed, and draw. Another choice aborts a load in progress; news wait for it. */
   async load() {
     const { view } = this;
-    const requests = view.runs.map((row) => ({ row, ...this.request(row) }));
+    const requests = view.lines.map((line) => ({ line, ...this.request(line) }));
     const wanted = requests.filter(({ request }) => request);
     const choice = JSON.stringify(wanted.map(({ request }) => request));
     if (this.loading && choice === this.choice) {
@@ -115,34 +121,27 @@ export class Card {
     if (this.again && this.visible) this.load();
   }
 
-  async fetch({ row, request, shift, key }, signal) {
-    if (this.responses.get(row.id)?.key === key) return;
+  async fetch({ line, request, shift, key }, signal) {
+    if (this.responses.get(line.id)?.key === key) return;
     const response = await get(request, signal);
     const x = shift ? response.x.map((at) => at - shift) : response.x;
-    this.responses.set(row.id, { key, ...response, x });
+    this.responses.set(line.id, { key, ...response, x });
   }
 
   draw(view, wanted) {
     const { state } = view;
-    const look = JSON.stringify([wanted.map(({ key }) => key), state.shown, state.log, state.band,
-      state.run, state.clip]);
+    const drawnAs = wanted.map(({ key, line }) => [key, line.name, line.look]);
+    const look = JSON.stringify([drawnAs, state.log, state.band, state.run, state.clip]);
     if (look === this.look) return;
     this.look = look;
-    const crowded = wanted.length > MANY;
-    this.curves = wanted.map(({ row }) => {
-      const { x, value, low, high, smooth, spans, points, exact } = this.responses.get(row.id);
-      const banded = state.band && (!crowded || row.id === state.run);
+    const isGrouped = wanted.some(({ line }) => line.isGroup);
+    const crowded = wanted.length > (isGrouped ? MANY_GROUPS : MANY);
+    this.curves = wanted.map(({ line: { ids, name, look: ownLook, isGroup }, line: { id } }) => {
+      const { x, value, low, high, smooth, runs, spans, points, exact } = this.responses.get(id);
+      const banded = state.band && (!crowded || ids.includes(state.run));
       const line = {
-        id: row.id,
-        label: row.name,
-        ...lookOf(row.id),
-        x,
-        value,
-        raw: value,
-        spans,
-        points,
-        exact,
-        edges: [low, high],
+        ids, isGroup, label: name, ...ownLook,
+        x, value, raw: value, runs, spans, points, exact, edges: [low, high],
       };
       if (smooth && crowded) return { ...line, value: smooth };
       return { ...line, smooth, low: banded ? low : null, high: banded ? high : null };
@@ -152,10 +151,11 @@ export class Card {
     const reason = state.log ? "No value here is above zero." : "No value here is finite.";
     const clipped = state.clip ? withoutSpikes(this.curves, state, isDrawn) : null;
     this.say(isEmpty ? reason : clipped ? named(clipped.spikes, state.axis) : "");
-    const marks = this.curves.length === 1 ? view.restarts(this.curves[0].id) : [];
+    const isOneRun = this.curves.length === 1 && !isGrouped && state.axis !== "samples";
+    const marks = isOneRun ? view.restarts(this.curves[0].ids[0]) : [];
     const { log, from, to } = state;
     const time = state.axis === "time";
-    const title = time ? TIME : "step";
+    const title = time ? TIME : state.axis;
     const unit = this.large ? this.name : shortened(splitName(this.name)[1]);
     this.chart.draw(this.curves, { time, log, from, to, marks, title, unit, ...clipped });
     this.showValue(null);
@@ -172,9 +172,11 @@ export class Card {
 
   /** Show the value at the cursor next to the name, or the last one of the whole curve. */
   showValue(at) {
-    const curve = this.curves?.find(({ id }) => id === this.view.state.run) ?? this.curves?.[0];
+    const isChosen = ({ ids }) => ids.includes(this.view.state.run);
+    const curve = this.curves?.find(isChosen) ?? this.curves?.[0];
     if (!curve?.x.length) this.readout.textContent = "";
-    else if (at === null) this.readout.textContent = number(this.scalarOf(curve.id)?.last);
+    else if (at === null && curve.isGroup) this.readout.textContent = number(curve.value.at(-1));
+    else if (at === null) this.readout.textContent = number(this.scalarOf(curve.ids[0])?.last);
     else this.readout.textContent = number((curve.smooth ?? curve.value)[nearest(curve.x, at)]);
   }
 
@@ -185,16 +187,16 @@ export class Card {
 
   /** Show the best value of the chosen run's whole curve. */
   showBest() {
-    const { state, runs } = this.view;
-    const scalar = this.scalarOf(runs.some(({ id }) => id === state.run) ? state.run : runs[0]?.id);
+    const { state, runs, lines } = this.view;
+    const isShown = runs.some(({ id }) => id === state.run);
+    const scalar = lines[0]?.isGroup ? null : this.scalarOf(isShown ? state.run : runs[0]?.id);
     const best = scalar ? bestOf(scalar) : null;
     const word = goal(this.name) ? "best" : "highest";
     this.best.textContent = best === null ? "" : `${word} ${number(best)}`;
   }
 
-  /** Return the content of the box at the cursor: one row per run, highest value first. */
+  /** Return the content of the box at the cursor: one row per line, highest value first. */
   rows(at) {
-    const time = this.view.state.axis === "time";
     const found = (this.curves ?? [])
       .filter(({ x }) => x.length && at >= x[0] - 1 && at <= x.at(-1) + 1)
       .map((curve) => {
@@ -214,9 +216,10 @@ export class Card {
           h("span", { class: "who" }, curve.label),
           h("b", {}, number(value)),
           h("span", { class: "edges" }, rangeAt(curve, index)),
+          curve.runs && h("span", { class: "edges" }, several(curve.runs[index], "run")),
         ),
       );
-    const where = time ? `after ${clockSpan(place)}` : `step ${count(place)}`;
+    const where = placed(place, this.view.state.axis);
     return [
       h("div", { class: "where" }, h("span", {}, `${where} · ${this.name}`)),
       ...rows,
@@ -226,7 +229,7 @@ export class Card {
 
   /** Highlight one run's curve; null highlights none. */
   emphasize(id) {
-    const index = this.curves?.findIndex((curve) => curve.id === id) ?? -1;
+    const index = this.curves?.findIndex(({ ids }) => ids.includes(id)) ?? -1;
     if (this.visible) this.chart.emphasize(index);
   }
 
@@ -236,6 +239,10 @@ export class Card {
     this.element.remove();
   }
 }
+
+const placed = (x, axis) =>
+  axis === "step" ? `step ${count(x)}`
+    : `after ${axis === "time" ? clockSpan(x) : several(x, "sample")}`;
 
 /** Return a name that fits beside a small chart. */
 const shortened = (name) =>
@@ -282,7 +289,7 @@ function withoutSpikes(curves, { from, to }, isDrawn) {
 /** Return a line about the highest of the spikes. */
 function named(spikes, axis) {
   const { x, y } = spikes.reduce((a, b) => (Math.abs(b.y) > Math.abs(a.y) ? b : a));
-  const at = axis === "time" ? `after ${clockSpan(x)}` : `at step ${count(x)}`;
+  const at = `${axis === "step" ? "at " : ""}${placed(x, axis)}`;
   const rest = spikes.length > 1 ? `, and ${count(spikes.length - 1)} more points` : "";
   return `Spike beyond the scale: ${number(y)} ${at}${rest}`;
 }

@@ -16,8 +16,14 @@ export const lookAt = (place) => ({
   dash: DASHES[Math.floor(place / COLORS) % DASHES.length],
 });
 
+let groupLooks = new Map(); // by run: the look of its group
+
+/** Show runs in the look of their groups; none without groups. */
+export const setGroupLooks = (looks) => (groupLooks = looks);
+
 /** Return those of a run by its place among the shown runs, so that few have distinct colors. */
 export function lookOf(id) {
+  if (groupLooks.has(id)) return groupLooks.get(id);
   const place = state.shown.indexOf(id);
   return place < 0 ? { color: "var(--line)", dash: [] } : lookAt(place);
 }

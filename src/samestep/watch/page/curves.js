@@ -1,7 +1,7 @@
 // The panel of curves: controls for all charts, and one chart per scalar, grouped by name prefix.
 
 import { Card } from "./card.js";
-import { lineKey, lookOf } from "./colors.js";
+import { lineKey } from "./colors.js";
 import { h, onChange, searchBox, toggle } from "./dom.js";
 import { count, splitName } from "./format.js";
 import { histograms } from "./histograms.js";
@@ -14,11 +14,14 @@ export function curvesPanel(root) {
   const tools = toolbar();
   const grid = h("div", { class: "groups" });
   const counts = histograms();
-  // where the list of runs is folded away
-  const legend = h("p", { class: "legend narrow", "aria-label": "Runs" });
+  // of runs where their list is folded away, and of groups
+  const legend = h("p", { class: "legend", "aria-label": "Runs" });
   root.append(tools.element, legend, grid, counts.element);
-  const drawLegend = onChange((runs) => legend.replaceChildren(...(runs.length < 2 ? [] : runs)
-    .map(({ look, name }) => h("span", {}, lineKey(look), name))));
+  const drawLegend = onChange((lines) => {
+    legend.classList.toggle("narrow", !lines.some(({ isGroup }) => isGroup));
+    legend.replaceChildren(...(lines.length < 2 ? [] : lines).map(({ look, name, count: runs }) =>
+      h("span", {}, lineKey(look), name, runs && h("small", {}, runs))));
+  });
   const watcher = new IntersectionObserver(
     (entries) =>
       entries.forEach(({ target, isIntersecting }) =>
@@ -37,7 +40,7 @@ export function curvesPanel(root) {
       const names = all.filter((name) => matches(name, state.search));
       tools.update(names.length, all.length, view);
       arrange({ names, pins: state.pins.filter((name) => names.includes(name)) });
-      drawLegend(view.runs.map(({ id, name }) => ({ look: lookOf(id), name })));
+      drawLegend(view.lines);
       cards.forEach((card) => card.show(view));
       counts.update(view);
     },
@@ -106,9 +109,14 @@ function toolbar() {
     return h("button", { type: "button", id, "aria-pressed": "false", on: { click } }, label);
   };
   const axis = h("div", { class: "segments", role: "group", "aria-label": "Axis" },
-    axisButton("step", "Step"), axisButton("time", "Time"));
+    axisButton("step", "Step"), axisButton("time", "Time"), axisButton("samples", "Samples"));
+  const group = h("select", { id: "group", title: "Draw the mean of the runs with the same value",
+    on: { change: () => choose({ group: group.value }) } });
+  const groups = h("label", {}, "Group by ", group);
+  const offer = onChange((names) => group.replaceChildren(h("option", { value: "" }, "–"),
+    ...names.map((name) => h("option", { value: name }, name))));
   const log = toggle("log", "Log", "Logarithmic scale", () => choose({ log: !state.log }));
-  const title = "From the lowest to the highest worker";
+  const title = "From the lowest to the highest worker, or run of a group";
   const band = toggle("band", "Band", title, () => choose({ band: !state.band }));
   const all = "Mark spikes at the edge, so that they do not flatten the rest";
   const clip = toggle("clip", "Clip spikes", all, () => choose({ clip: !state.clip }));
@@ -129,6 +137,7 @@ function toolbar() {
     axis,
     h("div", { class: "segments" }, log, band, clip),
     h("label", { class: "slider" }, "Smoothing", smooth, amount),
+    groups,
     zoom.element,
   );
   return {
@@ -144,6 +153,11 @@ function toolbar() {
       smooth.value = fromWeight(state.smooth);
       smooth.setAttribute("aria-valuetext", state.smooth ? `weight ${state.smooth}` : "off");
       amount.textContent = state.smooth ? String(state.smooth) : "off";
+      axis.lastChild.hidden = state.axis !== "samples" && !view.runs.some(({ id }) =>
+        (view.details.get(id)?.samples_used ?? null) !== null);
+      groups.hidden = !view.groupable.length;
+      offer(view.groupable);
+      group.value = view.groupable.includes(state.group) ? state.group : "";
       zoom.update(view);
     },
   };
@@ -180,7 +194,8 @@ function zoomButtons() {
   return {
     element: h("div", { class: "segments zoom", role: "group", "aria-label": "Zoom" }, buttons),
     update(view) {
-      const length = (row) => (state.axis === "time" ? row.updated - row.started : (row.step ?? 0));
+      const length = ({ id, updated, started, step }) => ({ step: step ?? 0,
+        time: updated - started, samples: view.details.get(id)?.samples_used ?? 0 })[state.axis];
       const ends = view.runs.map(length);
       whole = [0, Math.max(1, ...ends)];
       buttons.forEach((one) => (one.disabled = state.from === null && one.id !== "zoom-in"));

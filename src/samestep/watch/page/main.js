@@ -1,12 +1,13 @@
 // The entry point: loads data, reloads what has news, and passes it to the visible parts.
 
-import { startTheme } from "./colors.js";
+import { lookOf, startTheme } from "./colors.js";
 import { curvesPanel } from "./curves.js";
 import { announce, byId } from "./dom.js";
 import { eventsPanel } from "./events.js";
 import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
 import { logsPanel } from "./logs.js";
+import { grouped } from "./groups.js";
 import { overview } from "./overview.js";
 import { settingsPanel } from "./settings.js";
 import { systemPanel } from "./system.js";
@@ -40,7 +41,7 @@ let allStale = false;
 let busy = false;
 let pending = false;
 
-/** Return the data of all parts. `runs` have visible curves; all else shows `run`. */
+/** Return the data of all parts. `runs` have visible curves as `lines`; all else shows `run`. */
 function view() {
   const known = new Map(found.rows.map((row) => [row.id, row]));
   const details = new Map([...found.details].filter(([id]) => known.has(id)));
@@ -48,10 +49,15 @@ function view() {
     (details.get(id)?.events ?? [])
       .filter(({ kind }) => kind === "resumed")
       .map((event) => (state.axis === "time" ? event.time - known.get(id).started : event.step));
+  const runs = state.shown.map((id) => known.get(id)).filter(Boolean);
+  const { groups, names } = grouped(runs, details);
+  const alone = runs.map(({ id, name }) => ({ id, name, ids: [id], look: lookOf(id) }));
   return {
     state,
     rows: found.rows,
-    runs: state.shown.map((id) => known.get(id)).filter(Boolean),
+    runs,
+    lines: groups.length ? groups : alone,
+    groupable: names,
     run: details.get(state.run),
     details,
     restarts,

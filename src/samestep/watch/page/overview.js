@@ -114,6 +114,10 @@ function losses(run) {
     const more = detail && h("details", {}, h("summary", {}, "Traceback"), h("pre", {}, detail));
     items.unshift(h("li", {}, text, more));
   }
+  if (run.reading !== null) {
+    const share = `${Math.floor(100 * run.reading)}%`;
+    items.unshift(h("li", { id: "reading" }, `${share} of the record is read; curves end there.`));
+  }
   if (run.stall) items.unshift(h("li", {}, run.stall));
   return items.length ? [h("ul", { class: "loss", id: "losses" }, items)] : [];
 }

@@ -33,11 +33,14 @@ export function chartSource(chart, kind) {
   const lines = () => {
     const hasEdges = curves.some(({ edges }) => edges);
     const values = hasEdges ? ["value", "low", "high", "smoothed"] : [options.unit ?? "value"];
-    const found = [[kind, options.time ? "seconds" : "step", ...values]];
-    for (const { label, x, value, own, edges, smooth } of curves) {
-      const columns = [x, own ?? value, ...(hasEdges ? [...edges, smooth] : [])];
+    const hasRuns = curves.some(({ runs }) => runs);
+    const axis = options.time ? "seconds" : options.title;
+    const found = [[kind, axis, ...values, ...(hasRuns ? ["runs"] : [])]];
+    for (const { label, x, value, own, edges, smooth, runs } of curves) {
+      const columns = [x, own ?? value, ...(hasEdges ? [...edges, smooth] : []), runs];
       x.forEach((_, index) =>
-        found.push([plain(label), ...columns.map((column) => column?.[index])]));
+        found.push([plain(label), ...columns.map((column) => column?.[index])]
+          .slice(0, found[0].length)));
     }
     return found;
   };

@@ -19,7 +19,8 @@ export function sidebar(root) {
   const all = h("button", { class: "quiet small", id: "show-all", type: "button", on: { click } });
   const change = () => choose({ order: order.value });
   const order = h("select", { id: "run-order", "aria-label": "Sort runs", on: { change } },
-    h("option", { value: "" }, "newest"), h("option", { value: "score" }, "score"));
+    ["newest", "score", "shown"].map((name) =>
+      h("option", { value: name === "newest" ? "" : name }, name)));
   root.append(h("header", {}, h("h2", {}, "Runs"), order, all), search, list);
   const menu = byId("menu");
   const open = (on) => {
@@ -54,8 +55,8 @@ export function sidebar(root) {
       if (!items.has(row.id)) items.set(row.id, item(row.id));
       items.get(row.id).update(row);
     });
-    order.value = state.order === "score" ? "score" : "";
-    const rows = order.value ? fitting().toSorted(byScore) : fitting();
+    order.value = state.order in ORDERS ? state.order : "";
+    const rows = order.value ? fitting().toSorted(ORDERS[order.value]) : fitting();
     arrange(rows.map(({ id }) => id));
     all.textContent = rows.every(({ id }) => state.shown.includes(id)) ? "Only one" : "Show all";
   }
@@ -70,6 +71,9 @@ function byScore(one, other) {
   });
   return a[0] - b[0] || a[1] - b[1];
 }
+
+const isHidden = ({ id }) => !state.shown.includes(id);
+const ORDERS = { score: byScore, shown: (one, other) => isHidden(one) - isHidden(other) };
 
 function item(id) {
   const box = h("input", { type: "checkbox", on: { change: () => show(id, box.checked) } });
@@ -113,7 +117,8 @@ function item(id) {
   };
 }
 
-function show(id, on) {
+/** Show or hide the curves of a run. */
+export function show(id, on) {
   const shown = on ? [...state.shown, id] : state.shown.filter((other) => other !== id);
   const left = shown.length ? shown : [id]; // always show at least one
   choose({ shown: left, run: left.includes(state.run) ? state.run : left[0] });

@@ -5,8 +5,9 @@ const DEFAULTS = {
   shown: [], // the runs whose curves are drawn
   tab: "curves",
   search: "",
-  order: "", // of the list of runs: "score", or newest first
-  axis: "step",
+  order: "", // of the list of runs: "score", "shown" ones first, or newest first
+  axis: "step", // or "time" or "samples"
+  group: "", // the setting whose values are drawn as one line each
   log: false,
   band: true,
   clip: true, // mark spikes at the edge
@@ -40,7 +41,7 @@ function read() {
   found.smooth = Math.min(0.999, Math.max(0, found.smooth || 0));
   const isRange = found.from !== null && found.to !== null && found.from < found.to;
   if (!isRange) found.from = found.to = null;
-  if (found.axis !== "time") found.axis = "step";
+  if (!["time", "samples"].includes(found.axis)) found.axis = "step";
   return found;
 }
 

@@ -2,10 +2,11 @@
 
 import { get, report } from "./api.js";
 import { h, keepFocus, onChange, searchBox } from "./dom.js";
-import { ago, bestOf, count, duration, number, principal } from "./format.js";
+import { ago, bestOf, count, duration, number, principal, several } from "./format.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
 import { flat, ownNames } from "./settings.js";
+import { show } from "./sidebar.js";
 import { choose, state } from "./state.js";
 
 const MOST_SCORES = 2; // chosen automatically
@@ -25,15 +26,19 @@ export function tablePanel(root) {
   let answered = 0;
   let timer; // of news that came too early for a request
   let all = false;
-  const search = searchBox("run-filter", "Filter: name, tag=…, lr=0.1", (text) =>
+  const search = searchBox("run-filter", "Filter: name, tag=…, lr<0.1", (text) =>
     choose({ filter: text }));
   const columns = h("details", { class: "columns" });
   const table = h("table", { class: "config runs-table", id: "runs-table" });
   const chart = scatter();
   const on = { click: () => ((all = true), draw()) };
   const more = h("button", { class: "quiet", type: "button", hidden: true, on }, "Show all");
+  const overlay = h("button", { id: "show-matching", type: "button",
+    title: "Show only the runs of this table in Curves",
+    on: { click: () => showOnly(runs.filter(matches(runs)).map(({ id }) => id)) } });
   const find = h("span", { class: "find" }, search);
-  root.append(h("div", { class: "tools" }, find, columns, chart.tools), chart.element, table, more);
+  root.append(h("div", { class: "tools" }, find, h("span", { class: "segments" }, overlay), columns,
+    chart.tools), chart.element, table, more);
   const drawChoice = onChange(([chosen, ...found]) =>
     columns.replaceChildren(h("summary", {}, "Columns"),
       ...found.map((name) => choice(name, chosen))));
@@ -56,7 +61,12 @@ export function tablePanel(root) {
     const look = { chosen, tagged, run: state.run, answered };
     forget(look);
     drawTable({ look, sort: state.sort, ids: rows.map(({ id }) => id) }, rows);
-    rows.forEach((row) => (lines.get(row).lastChild.textContent = ago(row.updated, clock)));
+    rows.forEach((row) => {
+      lines.get(row).querySelector("input").checked = state.shown.includes(row.id);
+      lines.get(row).lastChild.textContent = ago(row.updated, clock);
+    });
+    overlay.textContent = `Show curves of ${several(matching.length, "run")}`;
+    overlay.disabled = !matching.length;
     more.hidden = rows.length === matching.length;
     chart.update(matching, names, state.run);
   }
@@ -110,18 +120,39 @@ function describedBy(run, own, taken) {
   const { id, name, state: now, step, elapsed, updated, noted, note, nonfinite } = run;
   return { id, name, state: now, step, elapsed, updated, noted, note, text,
     nonfinite: nonfinite.length > 0, words: new Set([...tags, ...pairs]), tags: run.tags,
+    columns: new Map([...values].map(([column, value]) => [column.toLowerCase(), value])),
     label: run.tags.join(" ") || null, values: Object.fromEntries(values),
     scores: Object.keys(run.scores),
     principal: Object.values(principal(scalars)).map(({ name: scalar }) => scalar) };
 }
 
-/** Return whether a run has all words of the filter; a run's tag or setting is one whole word. */
+function showOnly(ids) {
+  choose({ shown: ids, run: ids.includes(state.run) ? state.run : ids[0], tab: "curves" });
+}
+
+/**
+ * Return whether a run has all words of the filter. A run's tag or setting is one whole word, and
+ * "lr<0.1" compares numbers of a column.
+ */
 function matches(runs) {
   const words = state.filter.toLowerCase().split(/\s+/);
-  const [whole, parts] = [[], []];
-  words.forEach((word) => (runs.some((run) => run.words.has(word)) ? whole : parts).push(word));
-  return (run) => whole.every((word) => run.words.has(word)) &&
-    parts.every((word) => run.text.includes(word));
+  const isWhole = new Map(words.map((word) => [word, runs.some((run) => run.words.has(word))]));
+  const tests = words.map((word) => {
+    const [, name, sign, limit] = word.match(COMPARISON) ?? [];
+    if (isWhole.get(word)) return (run) => run.words.has(word);
+    const isColumn = name && runs.some((run) => run.columns.has(name));
+    return (run) =>
+      (isColumn ? compares(run.columns.get(name), sign, Number(limit)) : run.text.includes(word));
+  });
+  return (run) => tests.every((test) => test(run));
+}
+
+const COMPARISON = /^(.+?)([<>]=?)(-?[\d.]+(?:e[-+]?\d+)?)$/;
+
+/** Return whether a value is a number that compares so; text and missing values never do. */
+function compares(value, sign, limit) {
+  const size = value === null || value === "" ? NaN : Number(value);
+  return { "<": size < limit, "<=": size <= limit, ">": size > limit, ">=": size >= limit }[sign];
 }
 
 /** Return the names of all columns: scores, then settings in which the runs differ. */
@@ -188,9 +219,12 @@ function head(chosen, sort, tagged) {
 function line(run, chosen, current, tagged) {
   const click = () => choose({ run: run.id, shown: [...new Set([...state.shown, run.id])] });
   const name = h("button", { class: "quiet small", type: "button", on: { click } }, run.name);
+  const box = h("input", { type: "checkbox", "aria-label": `Show curves of ${run.name}`,
+    on: { change: () => show(run.id, box.checked) } });
   const shown = (value) => (typeof value === "number" ? number(value) : value ?? "–");
   return h("tr", { "data-run": run.id, "data-chosen": run.id === current },
-    h("th", { scope: "row", title: run.note }, name),
+    h("th", { scope: "row", title: run.note },
+      h("span", { class: "check" }, box, name)),
     tagged && h("td", {}, tagButtons(run.tags)),
     h("td", {}, h("span", { class: "state", "data-state": run.state }, run.state), " ",
       run.nonfinite && h("span", { class: "state", "data-state": "nonfinite" }, "not finite")),
