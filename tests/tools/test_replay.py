@@ -15,6 +15,8 @@ from samestep.cli import main
 from samestep.data.orders import make_plan
 from samestep.data.random_state import key
 from samestep.record import read_events, read_history
+from samestep.run.replay import Request
+from samestep.tools.replay import RecordedRun, Report
 from tests.bits import bits
 from tests.python import run_python
 from tests.tools import spike
@@ -177,6 +179,22 @@ def test_a_damaged_record_is_an_error(replay, tmp_path):
     status, printed = replay(tmp_path)
     assert status == 1
     assert f"the record in {tmp_path} is damaged (ValueError: " in printed
+
+
+@pytest.mark.parametrize(("call", "word"), [(0, "the same bits"), (1, "DIFFERENT")])
+def test_an_alert_is_compared_with_the_losses_of_its_call(call, word, tmp_path):
+    losses = [(0, 0, 4.0), (0, 1, 5.0), (1, 0, 6.0), (1, 1, 7.0)]  # of a GAN, with calls 0 and 1
+    reports = [
+        {"call": number, "lane": lane, "metrics": {"loss": loss}} for number, lane, loss in losses
+    ]
+    seen = {"reports": reports, "worst": [], "skipped": ""}
+    (tmp_path / "replay-0.json").write_text(json.dumps(seen))
+    alert = {"call": call, "losses": [[0, 4.0], [1, 5.0]]}
+    run = RecordedRun(tmp_path, 0, {}, None, 0, 0, alert=alert)
+    report = Report(run, tmp_path, Request(0, str(tmp_path)))
+    (line,) = report._compare_alert()
+    assert line.startswith(f"losses of the alert: {word}")
+    assert report.differs == (call == 1)
 
 
 def trained(directory, size=160, factor=1e4, **options):

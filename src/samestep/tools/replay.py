@@ -302,9 +302,10 @@ class Report:
 
     def _compare_alert(self) -> Iterator[str]:
         """Compare the lanes' losses with those of an alert; a run that stopped has no means."""
-        was = self._record.alert.get("losses") or []
-        now = {report["lane"]: report["metrics"].get("loss") for report in self.reports}
-        if not was or self._record.alert.get("call") != self.reports[0]["call"]:
+        was, call = self._record.alert.get("losses") or [], self._record.alert.get("call")
+        reports = [report for report in self.reports if report["call"] == call]
+        now = {report["lane"]: report["metrics"].get("loss") for report in reports}
+        if not was or not now:
             return
         differing = [lane for lane, loss in was if repr(loss) != repr(now.get(lane))]
         if differing:
