@@ -74,6 +74,36 @@ def test_streams_wait_for_each_other_and_record_memory(gpus):
         gpus.call(streams, waits=True, records=False)
 
 
+def empty_use():
+    """Let another stream use no element of a tensor, which then is freed."""
+    unused = torch.ones(4, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return torch.cat([unused[:0], torch.zeros(2, device="cuda")]).tolist()
+
+
+def test_a_tensor_without_elements_is_not_used(gpus):
+    assert gpus.call(empty_use) == [0.0, 0.0]
+
+
+class Cycle:
+    def __init__(self, tensor):
+        self.tensor, self.own = tensor, self
+
+
+def left_in_a_cycle():
+    """Leave memory that another stream uses to the garbage collector, and wait for nothing."""
+    left = Cycle(torch.ones(4, device="cuda"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        left.tensor.add_(1.0)
+
+
+def test_what_garbage_holds_is_checked_at_the_end(gpus):
+    with pytest.raises(AssertionError, match="freed while a stream used it that was not recorded"):
+        gpus.call(left_in_a_cycle)
+    with pytest.raises(AssertionError, match="freed while a stream used it that was not recorded"):
+        gpus.workers(1, left_in_a_cycle)
+
+
 def waits():
     from tests.gpu.simulated.device import counted
 
@@ -187,6 +217,33 @@ def test_collectives_are_deferred_and_use_memory_until_they_are_waited_for(gpus)
     assert after == [0.0, 1.0, 10.0, 11.0]
     assert reused == [7.0] * 4
     assert all(map(_is_nan, freed))
+
+
+def reused_addresses():
+    """Free memory that a collective uses; count how often another stream gets its address."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    reused = 0
+    for size in (128, 5000, 1 << 14, 1 << 18) * 5:
+        out, source = torch.empty(size, device="cuda"), torch.ones(size, device="cuda")
+        address = source.data_ptr()
+        freed = dist.all_to_all_single(out, source, async_op=True)
+        del source
+        freed.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            new = [torch.empty(size, device="cuda") for _ in range(8)]
+        reused += address in [tensor.data_ptr() for tensor in new]
+        del new
+    dist.destroy_process_group()
+    return reused
+
+
+def test_use_by_a_collective_is_not_of_the_next_memory_at_its_address(gpus):
+    assert gpus.workers(1, reused_addresses)[0] > 0
 
 
 def _is_nan(number):

@@ -143,9 +143,10 @@ bool is_capturing(DeviceIndex device) {
   return device == capturing && current_streams[device] == captured_stream;
 }
 
-// A kernel uses a tensor: what is being copied into it has to be there.
+// A kernel uses a tensor: what is being copied into it has to be there. One without elements has an
+// address, but kernels skip it.
 void use(const at::Tensor& t) {
-  if (inside || !t.defined() || !t.is_cuda()) return;
+  if (inside || !t.defined() || !t.is_cuda() || t.numel() == 0) return;
   std::lock_guard<std::recursive_mutex> lock(mutex);
   c10::StreamId stream = current_streams[t.device().index()];
   for (auto& copy : copies)
@@ -672,6 +673,8 @@ int64_t sim_peak_bytes(int device) {
   return std::exchange(peak_bytes[device], used_bytes[device]);
 }
 
+// Returns what the next wait of the host raises, "" if nothing failed.
+const char* sim_failure() { return failure.c_str(); }
 void sim_set_stuck(int value) { stuck = value; }
 int sim_is_stuck() { return stuck; }
 void sim_fail(const char* message) { failure = message; }
@@ -700,6 +703,7 @@ void sim_end_use(const void* pointer) {
   in_flight.erase(block->first);
   void* start = const_cast<char*>(block->first);
   if (freed_in_flight.erase(start)) {
+    used_on.erase(block->first);  // by those that waited since; its address may be used again
     blocks.erase(block);
     std::free(start);
   }

@@ -6,6 +6,7 @@ Import it before torch is used in any other way: torch asks only once whether it
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
 import time
@@ -36,6 +37,7 @@ LIBRARY.sim_exchange_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_capture.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
+LIBRARY.sim_failure.restype = ctypes.c_char_p
 LIBRARY.sim_fail.argtypes = LIBRARY.sim_latch.argtypes = [ctypes.c_char_p]
 LIBRARY.sim_pinned_bytes.restype = ctypes.c_int64
 LIBRARY.sim_peer_copies.restype = ctypes.c_int64
@@ -71,6 +73,13 @@ def counted():
     before = LIBRARY.sim_waits()
     yield reasons
     reasons += device_waits()[before:]
+
+
+def check_frees() -> None:
+    """Free what is garbage; raise if any memory was freed while a stream could still use it."""
+    gc.collect()
+    if message := LIBRARY.sim_failure():
+        raise AcceleratorError(message.decode())
 
 
 def _visible() -> list[int]:

@@ -52,6 +52,15 @@ def build(cache: Path, source: Path = SOURCE) -> Path:
     return library
 
 
+def checked(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what `body` returned, once all that it leaves behind is freed without a fault."""
+    from tests.gpu.simulated.device import check_frees  # loads the devices
+
+    value = body(*args, **options)
+    check_frees()
+    return value
+
+
 class SimulatedGpus:
     """Runs functions of test modules, by reference, in new processes with simulated devices.
 
@@ -75,19 +84,21 @@ class SimulatedGpus:
 
     def call(self, body: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return what `body` returned in a process of its own. Raises `AssertionError`."""
-        return self._request(body, args, options)
+        return self._request(checked, (body, *args), options)
 
     def workers(
         self, workers: int, body: Callable[..., Any], *args: Any, **environment: str
     ) -> list[Any]:
         """Return what `body` returned by rank, in the environment of torchrun."""
-        return self._request(run_workers, (body, workers, *args), {"environment": environment})
+        options = {"environment": environment}
+        return self._request(run_workers, (checked, workers, body, *args), options)
 
     def ends_of(
         self, workers: int, body: Callable[..., Any], *args: Any, **environment: str
     ) -> list[Outcome]:
         """Return the outcome of each worker; a failure stops no other."""
-        return self._request(try_workers, (body, workers, *args), {"environment": environment})
+        options = {"environment": environment}
+        return self._request(try_workers, (checked, workers, body, *args), options)
 
     def _request(self, body: Any, args: Any, options: Any) -> Any:
         environment = {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}

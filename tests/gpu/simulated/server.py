@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.gpu.simulated import device  # before torch is used
 
 # isort: split
+import gc
 import os
 import pickle
 import sys
@@ -38,6 +39,7 @@ def serve(connection: Connection) -> None:
             return
         for name in modules:  # once here, not in every fork
             import_module(name)
+        gc.freeze()  # forks collect only what is new to them
         with TemporaryFile() as answer, TemporaryFile() as printed:
             if (pid := os.fork()) == 0:
                 try:
