@@ -257,7 +257,7 @@ def test_what_cannot_be_checked_is_refused():
         model = run.replicate(nn.Linear(64, 10))
         for batch in run.batches(images(12), 12, steps=1):
             with pytest.raises(ConfigError, match=r"recheck_every=100 needs run\.backward"):
-                next(batch.lanes(model))
+                next(iter(batch.lanes(model)))
     with pytest.raises(ConfigError, match="recheck_every must be at least 1"):
         ss.init(recheck_every=0)
     config = Config(recheck_every=1, deterministic=False)

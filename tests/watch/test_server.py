@@ -128,7 +128,16 @@ def test_a_run(server):
             "sinks",
             "dropped_images",
         ),
-        *("skipped_lines", "failure", "stall", "settings", "defaults", "command", "commit"),
+        *(
+            "skipped_lines",
+            "failure",
+            "hints",
+            "stall",
+            "settings",
+            "defaults",
+            "command",
+            "commit",
+        ),
         *("environment", "hosts"),
         *("noted", "tags", "note", "locked", "share", "principal"),
     }

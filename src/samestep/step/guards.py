@@ -57,6 +57,8 @@ MOST_FUNCTIONS: Final = 16
 MOST_CLASSES: Final = 256
 MOST_ITEMS: Final = 16  # of a container that is searched for metrics
 MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
+# of a variable; `own` is an object of a user's class
+Role = Literal["metric", "tensor", "module", "container", "own"]
 NO_VARIABLES: Final[Mapping[str, Any]] = {}
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
@@ -472,7 +474,7 @@ class MetricGuard:
                 for reference, value, _ in walk(loss_fn=loss_fn, model=model)
                 if is_metric(value)
             ]
-        of_body = [pair for pair in body.items() if is_metric(pair[1]) or _has_numbers(pair[1])]
+        of_body = [pair for pair in body.items() if _accumulates(pair[1])]
         metrics = self._metrics[key] + of_body
         before = [_state_of(metric) for _, metric in metrics]
         yield
@@ -510,30 +512,32 @@ def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, value in variables.items():
         role = _role_of(type(value))  # type: ignore[arg-type]
+        if role is None:
+            continue
         if role == "tensor":
             if value.grad_fn is None and value.numel() <= MOST_ELEMENTS:
                 state[name] = value
-        elif role in {"module", "metric"} or _has_numbers(value):
+        elif role == "module" or _accumulates(value):
             state[name] = value
         elif role == "container" and len(value) <= MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            state |= {
-                f"{name}[{key!r}]": part
-                for key, part in items
-                if is_metric(part) or _has_numbers(part)
-            }
+            state |= {f"{name}[{key!r}]": part for key, part in items if _accumulates(part)}
     return state
 
 
-def _has_numbers(value: Any) -> bool:
-    """Return whether a dict, or an object of a user's class, holds numbers and little else."""
+def _accumulates(value: Any) -> bool:
+    """Return whether a value is a metric, or a dict or an object of a user's class with numbers."""
+    role = _role_of(type(value))  # type: ignore[arg-type]
+    if role == "metric":
+        return True
+    if role != "own" and type(value) is not dict:
+        return False
     attributes = value if type(value) is dict else own_dict(value)
     if not 0 < len(attributes) <= MOST_ITEMS:
         return False
-    parts = [*attributes.values()]
-    has_numbers = any(type(part) in {int, float} for part in parts)
-    are_plain = all(isinstance(part, (int, float, str, type(None))) for part in parts)
-    return has_numbers and are_plain and (type(value) is dict or not is_installed(type(value)))
+    kinds = set(map(type, attributes.values()))  # numbers and little else
+    are_plain = all(issubclass(kind, (int, float, str, type(None))) for kind in kinds)
+    return are_plain and not kinds.isdisjoint({int, float})
 
 
 def is_metric(value: Any) -> bool:
@@ -542,7 +546,7 @@ def is_metric(value: Any) -> bool:
 
 
 @lru_cache(maxsize=MOST_CLASSES)  # each step of a loop over lanes asks for each of its variables
-def _role_of(kind: type) -> Literal["metric", "tensor", "module", "container"] | None:
+def _role_of(kind: type) -> Role | None:
     methods = ("update", "compute"), ("reset", "merge", "merge_state")
     required, any_of = ([callable(getattr(kind, m, None)) for m in names] for names in methods)
     if all(required) and any(any_of):
@@ -551,7 +555,9 @@ def _role_of(kind: type) -> Literal["metric", "tensor", "module", "container"] |
         return "tensor"
     if issubclass(kind, Module):
         return "module"
-    return "container" if issubclass(kind, (dict, list, tuple)) else None
+    if issubclass(kind, (dict, list, tuple)):
+        return "container"
+    return None if is_installed(kind) else "own"
 
 
 def _state_of(metric: Any) -> tuple[Any, ...]:
