@@ -22,12 +22,13 @@ class Watched:
         options = {"only_nonfinite": False, **options}
         self.alerts = LossAlerts(record, directory, self.kept.append, is_main=is_main, **options)
 
-    def add(self, *losses, count=1, call=0, are_sums=False):
+    def add(self, *losses, count=1, call=0, **options):
         """Return the advice of the alert about a step with the losses of its lanes."""
         results = [LaneResult(n, 0, count, {"loss": loss}) for n, loss in enumerate(losses)]
         batch = Batch(0, range(2), None, iter(()))
         self.step += call == 0
-        return self.alerts.look(batch, (self.step - 1, call), results, are_sums=are_sums)
+        options = {"are_sums": False, **options}
+        return self.alerts.look(batch, (self.step - 1, call), results, **options)
 
     def warm_up(self, steps=WARM_UP, scale=1.0):
         """Add falling losses with noise."""
@@ -112,6 +113,22 @@ def test_steps_that_are_left_out_and_scaled_losses_are_no_alerts(tmp_path):
     assert left_out.add(1.0, math.nan)
     assert scaled.add(1.0, 50.0) == ""
     assert scaled.add(1.0, math.inf)
+
+
+def test_a_sum_is_reported_per_item_like_the_average_of_earlier_ones(watched, tmp_path):
+    for _ in range(WARM_UP):
+        assert watched.add(30.0, 30.0, count=30, are_sums=True) == ""
+    assert watched.add(30.0, 3000.0, count=30, are_sums=True)
+    (alert,) = alerts_of(tmp_path)
+    assert alert["reason"] == f"the loss is 100 at step {WARM_UP} in lane 1, usually about 1"
+    assert (alert["loss"], alert["losses"]) == (100.0, [[0, 30.0], [1, 3000.0]])
+
+
+def test_a_loss_of_the_whole_batch_blames_no_lane(watched, tmp_path):
+    assert watched.add(math.nan, math.nan, is_shared=True)
+    (alert,) = alerts_of(tmp_path)
+    assert alert["reason"] == "the loss is nan at step 0 of the whole batch"
+    assert (alert["lane"], alert["samples"]) == (None, [])
 
 
 def test_calls_of_a_step_and_sums_have_their_own_averages(watched):

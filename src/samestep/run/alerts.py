@@ -95,11 +95,18 @@ class LossAlerts:
             self._usual[number] = Usual(int(steps), mean, deviation)
 
     def look(
-        self, batch: Batch, call: tuple[int, int], results: Sequence[LaneResult], *, are_sums: bool
+        self,
+        batch: Batch,
+        call: tuple[int, int],
+        results: Sequence[LaneResult],
+        *,
+        are_sums: bool,
+        is_shared: bool = False,
     ) -> str:
         """Look at the losses of a call; return a text that names lane and samples after an alert.
 
-        `call` is the step and the number of the call in it. Sums are divided by the lane's items.
+        `call` is the step and the number of the call in it. Sums are divided by the lane's items. A
+        loss that `is_shared` by all lanes is that of the whole batch, so it blames no lane.
         """
         step, number = call
         if not results or (self._left_out and any(step in steps for steps in self._left_out)):
@@ -114,30 +121,31 @@ class LossAlerts:
             usual.add(loss)
             return ""
         loss, worst = max(zip(losses, results, strict=True), key=_badness)
-        mean = usual.mean
+        mean, blamed = usual.mean, None if is_shared else worst
         if not math.isfinite(loss):
             is_new = usual.is_new("nonfinite")
-            return self._alert(batch, call, worst, results, None) if is_new else ""
+            return self._alert(batch, call, blamed, loss, results, None) if is_new else ""
         is_new = usual.is_new("unusual" if loss > usual.limit else "")
         is_new = is_new and step >= self._last + QUIET_STEPS
         usual.add(loss)
         if not is_new or self._only_nonfinite:
             return ""
         self._last = step
-        return self._alert(batch, call, worst, results, mean)
+        return self._alert(batch, call, blamed, loss, results, mean)
 
     def _alert(
         self,
         batch: Batch,
         call: tuple[int, int],
-        worst: LaneResult,
+        blamed: LaneResult | None,
+        loss: float,
         results: Sequence[LaneResult],
         usual: float | None,
     ) -> str:
         """Record an alert, and return the samples of the lane and how to look at them."""
-        (step, number), loss = call, worst.metrics["loss"]
-        origin = batch.origin
-        samples = [] if origin is None else origin.describe(worst.lane)
+        (step, number), origin = call, batch.origin
+        lane, worker = (None, None) if blamed is None else (blamed.lane, blamed.rank)
+        samples = [] if origin is None or lane is None else origin.describe(lane)
         advice = ""
         if samples:
             more = f" and {len(samples) - SHOWN_SAMPLES} more" * (len(samples) > SHOWN_SAMPLES)
@@ -148,7 +156,8 @@ class LossAlerts:
             advice += f"{'; ' * bool(advice)}to look at it: {command}"
         if not self._is_main:
             return advice
-        reason = f"the loss is {loss:.6g} at step {step} in lane {worst.lane}"
+        place = "of the whole batch" if lane is None else f"in lane {lane}"
+        reason = f"the loss is {loss:.6g} at step {step} {place}"
         if usual is not None:
             reason += f", usually about {usual:.6g}"
         self._record.event(
@@ -156,8 +165,8 @@ class LossAlerts:
             step=step,
             call=number,
             reason=reason,
-            lane=worst.lane,
-            worker=worst.rank,
+            lane=lane,
+            worker=worker,
             loss=loss,
             **({} if origin is None else {"loop": origin.loop}),
             samples=samples[:MOST_SAMPLES],

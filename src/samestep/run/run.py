@@ -486,8 +486,9 @@ class Run(Collectives, Recording):
         self, batch: Batch, call: tuple[int, int], results: Sequence[LaneResult], loss: LossSpec
     ) -> str:
         """Return what an alert about a loss says of its samples, "" without an alert."""
-        are_sums = loss.reduction == "sum"
-        return self._progress.alerts.look(batch, call, results, are_sums=are_sums)
+        are_sums, is_shared = loss.reduction == "sum", loss.embed is not None and self.lanes > 1
+        look = self._progress.alerts.look
+        return look(batch, call, results, are_sums=are_sums, is_shared=is_shared)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`.
