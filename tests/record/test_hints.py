@@ -193,6 +193,21 @@ def test_updates_that_no_run_writes_are_ignored(event):
     assert not updates.norms
 
 
+def test_batches_that_are_left_out_have_no_norm(tmp_path, capfd):
+    options = {"system_every": None, "snapshot_every": None}
+    skipped = range(2, 3 + hints.ZERO_STEPS)
+    with ss.init(lanes=2, dir=tmp_path, skip_batches=f"2:{skipped.stop}", **options) as run:
+        model = run.replicate(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+        for batch in run.batches(images(16), 4, steps=skipped.stop):
+            run.backward(classify, model, batch)
+            run.clip_grad_norm(model, 1.0)
+            model.zero_grad()
+        assert run._progress.skipped_steps == [*skipped]
+    events = [event for event in read_events(tmp_path) if event["event"] == "timing"]
+    assert ["norms" in event for event in events] == [True, True, *[False] * len(skipped)]
+    assert "hint:" not in capfd.readouterr().err
+
+
 def test_a_run_records_rates_and_norms_and_ends_with_hints(tmp_path, capfd):
     job = tmp_path / "job"
     with ss.init(lanes=2, dir=job, system_every=None, snapshot_every=None) as run:

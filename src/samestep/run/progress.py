@@ -430,8 +430,12 @@ class Progress:
         optimizer.register_step_post_hook(stop)
 
     def add_norm(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Note the norm of this step's gradients before they were clipped, for the record."""
-        if self.is_main and self._config.dir is not None:
+        """Note the norm of this step's gradients before they were clipped, for the record.
+
+        Not that of a skipped batch, which is 0 but says nothing about the model.
+        """
+        is_skipped = self.step in self.skipped_steps[-1:]
+        if self.is_main and self._config.dir is not None and not is_skipped:
             self._updates.setdefault("norms", []).append((on_host(norm), max_norm))
 
     @contextmanager
