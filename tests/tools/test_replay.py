@@ -17,6 +17,7 @@ from samestep.data.random_state import key
 from samestep.record import read_events, read_history
 from samestep.run.replay import Request
 from samestep.tools.replay import RecordedRun, Report
+from samestep.tools.replay import RecordedRun
 from tests.bits import bits
 from tests.python import run_python
 from tests.tools import spike
@@ -94,6 +95,12 @@ def test_a_step_of_four_workers_is_repeated_on_one(recorded, replay, tmp_path):
     assert saved[f"lane{LANE}.indices"].tolist()[1] == BAD
     assert saved[f"lane{LANE}.0"][1].abs().max() > 1000
     assert content(recorded) == before
+
+
+def test_checks_of_the_run_are_turned_off():
+    start = {"config": {"check_every": 5, "recheck_every": 5}, "lanes": 4}
+    flags = RecordedRun(Path("run"), 3, start, None, 0, 0).flags()
+    assert {"--check-every=none", "--recheck-every=none"} <= set(flags)
 
 
 def test_the_state_is_that_of_the_next_snapshot(recorded, replay):

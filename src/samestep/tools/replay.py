@@ -28,7 +28,8 @@ OPTIONS: Final = (
     *("lanes", "seed", "precision", "exchange_dtype", "device", "threads", "deterministic"),
     *("process_group", "nonfinite_loss", "skip_batches"),
 )
-QUIET: Final = ("snapshot_every", "hot_every", "system_every", "check_every")  # turned off
+# turned off; a lane that is checked again would be shown, saved and debugged twice
+QUIET: Final = ("snapshot_every", "hot_every", "system_every", "check_every", "recheck_every")
 SHOWN_SAMPLES: Final = 8  # of a lane that is not looked at closely
 
 
