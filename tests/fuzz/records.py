@@ -196,6 +196,14 @@ def _views(folder: Path) -> list[Target]:
     ]
 
 
+def _curve(view: View, name: str, asked: dict[str, Any]) -> Any:
+    try:
+        return view.curve(name, **asked)
+    except KeyError:
+        assert asked["axis"] == "samples", asked  # which the record may not say
+        return None
+
+
 def _shown(view: View, asked: dict[str, Any]) -> str:
     """Return everything that the view shows, except what depends on the clock, as JSON."""
     json.dumps(view.row(), allow_nan=False)
@@ -204,7 +212,7 @@ def _shown(view: View, asked: dict[str, Any]) -> str:
         for name, value in view.summary().items()
         if name not in {"now", "progress", "state"}
     }
-    summary["curves"] = [view.curve(scalar["name"], **asked) for scalar in summary["scalars"]]
+    summary["curves"] = [_curve(view, scalar["name"], asked) for scalar in summary["scalars"]]
     summary["system"] = view.system(asked["start"], asked["end"])
     summary["timing"] = view.timing(asked["start"], asked["end"], asked["points"])
     for number in range(len(PATHS)):
