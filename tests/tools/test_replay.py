@@ -17,7 +17,6 @@ from samestep.data.random_state import key
 from samestep.record import read_events, read_history
 from samestep.run.replay import Request
 from samestep.tools.replay import RecordedRun, Report
-from samestep.tools.replay import RecordedRun
 from tests.bits import bits
 from tests.python import run_python
 from tests.tools import spike
