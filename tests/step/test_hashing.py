@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from samestep.step import hashing
-from samestep.step.hashing import begin_hashes, device_hashes, hash_of
+from samestep.step.hashing import begin_hashes, device_hashes, hash_of, hashes_of
 
 
 def test_hash_on_a_device_depends_on_every_byte_and_its_place(monkeypatch):
@@ -27,7 +27,7 @@ def test_hash_on_a_device_depends_on_every_byte_and_its_place(monkeypatch):
 def test_each_tensor_has_a_hash_of_its_own(monkeypatch):
     values = [torch.arange(size).to(torch.uint8) for size in (3, 0, 40, 8)]
     expected = device_hashes(values).tolist()
-    assert begin_hashes(values)() == begin_hashes([value.clone() for value in values])()
+    assert begin_hashes(values)() == hashes_of([value.clone() for value in values])
     monkeypatch.setattr(hashing, "CHUNK_BYTES", 16)
     assert device_hashes(values).tolist() == expected
     before = begin_hashes(values)()

@@ -35,6 +35,19 @@ def begin_hashes(tensors: Sequence[Tensor]) -> Callable[[], list[int]]:
     return on_device.tolist
 
 
+def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a hash of the bytes of each tensor; GPUs compute theirs, with one copy per device."""
+    hashes = [0] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    for numbers in by_device.values():
+        of_device = begin_hashes([tensors[number] for number in numbers])()
+        for number, value in zip(numbers, of_device, strict=True):
+            hashes[number] = value
+    return hashes
+
+
 def hash_of(values: Iterable[Tensor]) -> Tensor:
     """Return a hash, int64 [1], of uint8 [n] tensors, computed on their device.
 

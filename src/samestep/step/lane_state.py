@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from samestep.data.generators import Reference, find_state
 from samestep.errors import LossError
-from samestep.step.hashing import begin_hashes
+from samestep.step.hashing import hashes_of
 from samestep.torch_internals import versions_of, without_storage
 
 WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
@@ -298,20 +298,7 @@ def _is_plain(value: Any) -> bool:
 def _marks(tensors: Sequence[Tensor], *, compares_bits: bool) -> list[list[int]]:
     """Return what changes if a tensor is changed, [marks, tensors]."""
     marks = [versions_of(tensors), [tensor.data_ptr() for tensor in tensors]]
-    return [*marks, _hashes(tensors)] if compares_bits else marks
-
-
-def _hashes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a hash of the bytes of each tensor; GPUs compute theirs, with one copy per device."""
-    hashes = [0] * len(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    for numbers in by_device.values():
-        of_device = begin_hashes([tensors[number] for number in numbers])()
-        for number, value in zip(numbers, of_device, strict=True):
-            hashes[number] = value
-    return hashes
+    return [*marks, hashes_of(tensors)] if compares_bits else marks
 
 
 def _differ(left: Any, right: Any) -> bool:

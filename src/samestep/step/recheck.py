@@ -27,7 +27,7 @@ from samestep.comm.base import World
 from samestep.data.batch import Batch, Incomplete
 from samestep.errors import ConfigError, RecheckError
 from samestep.step.gradients import Gradients
-from samestep.step.hashing import begin_hashes
+from samestep.step.hashing import begin_hashes, hashes_of
 from samestep.step.lane_pass import LaneContext, LanePass
 from samestep.step.layout import lanes_of
 
@@ -286,11 +286,7 @@ def _differing_names(values: Sequence[Hashes]) -> list[str]:
 
 def _hash_of_batch(batch: Any) -> int:
     """Return a hash of the tensors in a batch: what differs there has another cause."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in _tensors(batch):
-        by_device.setdefault(tensor.device, []).append(tensor)
-    hashes = [value for group in by_device.values() for value in begin_hashes(group)()]
-    return hash(tuple(hashes))  # of integers, so the same in every process
+    return hash(tuple(hashes_of([*_tensors(batch)])))  # of integers: the same in every process
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
