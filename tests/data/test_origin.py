@@ -48,6 +48,7 @@ def test_an_index_out_of_range_has_no_name():
 def test_samples_of_a_lane_are_those_of_the_plan():
     plan = make_plan(*(6, 4, 2, 1), shuffle=False, drop_last=False, group_by=None, order=None)
     data = SimpleNamespace(paths=list("abcdef"), __len__=None)
-    origin = Origin("train", data, plan, epoch=0, step=1)
+    origin = Origin("train", data, plan, epoch=0, step=1, load_at=lambda *at: at)
     assert [origin.indices(lane) for lane in (0, 1)] == [[4], [5]]
     assert origin.describe(1) == ["5"]
+    assert origin.load(1) == (0, 1, 1)

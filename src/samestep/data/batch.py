@@ -66,8 +66,8 @@ class Batch:
     over `lanes`. `epoch` counts from 0. `own_lanes` are the numbers of this worker's lanes.
     `counts` holds the planned number of samples of each lane of the run, None for streams.
     `is_exact` says whether lane batches have that number; a `collate_fn` may have dropped some.
-    `load_lane` loads the batch of any lane, None if data can be read only once.
-    `origin` has the indices of the samples of each lane, None for streams.
+    `origin` has the indices of the samples of each lane, and loads the batch of any lane; None for
+    streams, which can be read only once.
     """
 
     epoch: int
@@ -75,7 +75,6 @@ class Batch:
     counts: Sequence[int] | None
     source: Iterator[Any]
     is_exact: bool = True
-    load_lane: Callable[[int], Any] | None = None
     origin: Origin | None = None
     data_seconds: float = 0.0
     _loaded: list[tuple[int, Any]] = field(default_factory=list)

@@ -387,8 +387,8 @@ def plan_batches(
     """Yield a `Batch` for each (epoch, step in epoch) of `positions()`, with batches of `lanes`.
 
     Some epochs start with the samples that `check` compares between workers, and all of them with a
-    comparison of the plans. Loader processes fetch
-    across steps and epochs, so `positions` is iterated twice: once to fetch and once to yield.
+    comparison of the plans. Loader processes fetch across steps and epochs, so `positions` is
+    iterated twice: once to fetch and once to yield.
     """
     use = check.begin(dataset, plan.size, f"loop {name!r}")
     lane_source = LaneSource(plan, dataset, seed, collate_fn, loader_workers)
@@ -420,8 +420,8 @@ def plan_batches(
             check.add(use, epoch, next(source)[0], again)
         if number == 0 or step == 0:
             check.add_plan(use, epoch, plan.describe(epoch))
-        counts, origin = plan.counts(epoch, step), Origin(name, dataset, plan, epoch, step)
-        load_lane = partial(lane_source.load, epoch, step)
-        batch = Batch(epoch, lanes, counts, source, collate_fn is None, load_lane, origin)
+        origin = Origin(name, dataset, plan, epoch, step, lane_source.load)
+        counts, is_exact = plan.counts(epoch, step), collate_fn is None
+        batch = Batch(epoch, lanes, counts, source, is_exact, origin)
         yield batch
         batch.load()

@@ -1,7 +1,8 @@
-"""The samples of a batch: their indices in the data set, and their names where it has any."""
+"""The samples of a batch: their indices and names in the data set, and how to load them again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,13 +18,21 @@ LONGEST_NAME: Final = 200
 
 
 class Origin(NamedTuple):
-    """The data set of a batch, and its position in the plan: `step` of `epoch`."""
+    """The data set of a batch, and its position in the plan: `step` of `epoch`.
+
+    `load_at(epoch, step, lane)` loads the batch of any lane.
+    """
 
     loop: str
     dataset: Any
     plan: Plan
     epoch: int
     step: int
+    load_at: Callable[[int, int, int], Any]
+
+    def load(self, lane: int) -> Any:
+        """Load the batch of any lane now."""
+        return self.load_at(self.epoch, self.step, lane)
 
     def indices(self, lane: int) -> list[int]:
         """Return the indices of a lane's samples, in the order of the lane batch."""

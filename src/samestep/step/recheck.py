@@ -109,7 +109,7 @@ class LaneCheck:
         """Prepare the check, before the worker computes its lanes. Collective for streams."""
         lane_pass, world = self.lane_pass, self.lane_pass.context.world
         batches = dict(lane_pass.batch.lane_batches()) if self.lane in lane_pass.context.own else {}
-        if lane_pass.batch.load_lane is None:
+        if lane_pass.batch.origin is None:
             what = f"sending the batch of lane {self.lane} to check it"
             # a copy for each worker, because loss functions may change batches
             self._sent = world.all_gather_object(batches.get(self.lane), what)[self.owner]
@@ -146,12 +146,12 @@ class LaneCheck:
     def _compute(self) -> Callable[[], Hashes]:
         """Begin to compute the lane on this worker; return a call that returns its hashes."""
         lane_pass, context = self.lane_pass, self.lane_pass.context
-        source, lane = lane_pass.batch, self.lane
+        source, lane, origin = lane_pass.batch, self.lane, lane_pass.batch.origin
         context.world.status.set_activity(f"loading lane {lane} to compute it again")
-        data = copy.deepcopy(self._sent) if source.load_lane is None else source.load_lane(lane)
+        data = copy.deepcopy(self._sent) if origin is None else origin.load(lane)
         batch_hash = _hash_of_batch(data.data if isinstance(data, Incomplete) else data)
         lanes = range(lane, lane + 1)
-        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact)
+        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact, origin)
         with context.buffers.repeating():
             return self._begin_hashes(lane_pass.repeat(lane, batch), batch_hash)
 
