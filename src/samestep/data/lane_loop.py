@@ -177,8 +177,8 @@ def carried_names(frame: FrameType) -> frozenset[str]:
     """Return the variables that one pass of a loop leaves to the next, by the code of its body.
 
     The loop is the one for whose iterator this frame makes a call now. Its body reads these names
-    before it sets them, as in `total += loss.item()`. None if no loop follows, as for an iterator
-    that is stored.
+    before it sets them, as in `total += loss.item()`. There are none if no loop follows, as for an
+    iterator that is stored.
     """
     code, place = frame.f_code, (id(frame.f_code), frame.f_lasti)
     cached_code, names = _carried.get(place, (None, frozenset()))

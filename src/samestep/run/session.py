@@ -236,14 +236,6 @@ class Session:
             compare=None if is_observed() else self.divergence.compare,
         )
         self._exits.callback(self.snapshots.close)
-        alerts = LossAlerts(
-            self.record,
-            config.dir,
-            self.snapshots.keep_newest,
-            is_main=world.rank == 0,
-            only_nonfinite=config.precision == "float16",  # a scaler changes losses
-            left_out=config.skipped_steps,
-        )
         # Signals ended the process at once until now, since there was no state to save.
         # A state that exists only in memory is written at the end of the first step.
         self.stop = StopRequest(deferring=resumed is not None and resumed.in_memory)
@@ -257,13 +249,23 @@ class Session:
             self.lanes,
             self.divergence,
             data_check=self.data_check,
-            alerts=alerts,
+            alerts=self._make_alerts(config),
             resumed=resumed,
             line=open_line(self._process, config.stop_after, self._exits.callback)
             if config.progress
             else None,
             check_directory=lock.check if lock else lambda: None,
             on_end=self._samplers.close,
+        )
+
+    def _make_alerts(self, config: Config) -> LossAlerts:
+        return LossAlerts(
+            self.record,
+            config.dir,
+            self.snapshots.keep_newest,
+            is_main=self.world.rank == 0,
+            only_nonfinite=config.precision == "float16",  # a scaler changes losses
+            left_out=config.skipped_steps,
         )
 
     def _make_lanes(self, lanes: int, modules: list[torch.nn.Module]) -> LaneEngine:

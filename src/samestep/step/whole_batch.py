@@ -231,9 +231,16 @@ class WholeBatchPass(LanePass):
         scalars = {"loss": loss.detach(), **metrics}
         self._scalars = dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
         self._loss = loss if has_lane_0 else None
-        gradients = dict(zip(map(id, inputs), input_gradients, strict=True))
+        self._note_weights(gathered, dict(zip(map(id, inputs), input_gradients, strict=True)))
+        yield None
+
+    def _note_weights(self, gathered: Gathered, gradients: Mapping[int, Tensor | None]) -> None:
+        """Note the gradients of this worker's embeddings, and of the lane that is watched.
+
+        `gradients` are those of the gathered tensors, [items, ...] each, by their ids.
+        """
         watched = {} if self.watched is None else self._embeddings_of(self.watched, gathered)
-        for lane in {**own_embeddings, **watched}:
+        for lane in {**self._embeddings, **watched}:
             rows = zip(gathered.tensors, gathered.rows[lane], strict=True)  # of [items, ...]
             # cloned, because kernels may round by the alignment of their memory
             self._weights[lane] = [
@@ -245,7 +252,6 @@ class WholeBatchPass(LanePass):
         if self.watched is not None:
             self._embeddings = {**watched, **self._embeddings}
             self._kept = {lane: self._weights[lane] for lane in watched}, self._loss
-        yield None
 
     def _embeddings_of(self, lane: int, gathered: Gathered) -> dict[int, list[Tensor]]:
         """Return the embeddings of a lane of any worker, nothing if it has no items."""
