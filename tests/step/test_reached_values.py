@@ -49,6 +49,8 @@ def closing_over(cell):
 
 CHANGES = {
     "loss_fn.weight, from 0.1 to 0.2": lambda loss, _: setattr(loss, "weight", 0.2),
+    "loss_fn.table.a, from 1 to True": lambda loss, _: loss.table.update(a=True),
+    "loss_fn.table.a, from 1 to 1.0": lambda loss, _: loss.table.update(a=1.0),
     "loss_fn.table.a, from 1 to 2": lambda loss, _: loss.table.update(a=2),
     "the length of loss_fn.table": lambda loss, _: loss.table.update(b=2),
     "the length of loss_fn.kept": lambda loss, _: loss.kept.append(1),
@@ -82,6 +84,16 @@ def test_a_change_is_named(name, values):
     assert not reached.is_same()
     assert name in reached.difference(before)
     assert reached.is_same()
+
+
+def test_a_zero_has_a_sign(values):
+    loss, _, reached = values
+    loss.weight = 0.0
+    assert not reached.is_same()
+    before = reached.marks
+    loss.weight = -0.0
+    assert not reached.is_same()
+    assert reached.difference(before) == "loss_fn.weight, from 0.0 to -0.0"
 
 
 def test_what_kernels_read_themselves_may_change(values):

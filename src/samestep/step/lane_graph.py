@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients, sum_dtype
-from samestep.step.reached_values import SCALARS
+from samestep.step.reached_values import SCALARS, Scalar
 from samestep.torch_internals import foreach_copy_
 
 COMPARE_EVERY: Final = 100  # calls between comparisons; they are denser after the capture
@@ -152,7 +152,7 @@ def specs_of(batch: Any, device: torch.device) -> Iterator[Any]:
             yield name
             yield from specs_of(part, device)
     elif isinstance(batch, SCALARS):
-        yield batch
+        yield Scalar.of(batch)
     else:
         raise Unsuitable(f"a {type(batch).__name__}")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain, islice
 from operator import is_, itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class ReachedValues:
         self._addresses = list(map(_address, self._tensors))
         self._lengths = list(map(len, self._sized))
         # what can be compared later, also if the objects are gone
-        self.marks = (*map(_mark, self._values), *self._lengths)
+        self.marks = (*map(_mark, self._values), *map(Scalar.of, self._lengths))
 
     def _current(self) -> list[Any]:
         values: list[Any] = []
@@ -159,16 +159,36 @@ def _is_public(key: Any, value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, SCALARS) and not is_private)
 
 
+class Scalar(NamedTuple):
+    """A number, text or setting, equal only to those of its type with its bits.
+
+    In Python, 1 equals True and 1.0, and 0.0 equals -0.0, for which kernels return other bits.
+    """
+
+    kind: type
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Scalar:
+        """Return the scalar with this value; of a float, it is the text, which has its sign."""
+        is_float = isinstance(value, (float, complex, np.inexact))
+        return cls(type(value), repr(value) if is_float else value)
+
+    def __repr__(self) -> str:
+        is_float = issubclass(self.kind, (float, complex, np.inexact))
+        return self.value if is_float else repr(self.value)
+
+
 def _mark(value: Any) -> Any:
     """Return what is equal for values that do the same in a graph, and keeps no memory."""
     if isinstance(value, Tensor):
         return _address(value)
     if isinstance(value, SCALARS):
-        return value
+        return Scalar.of(value)
     if isinstance(value, np.ndarray) and value.size <= SMALL_ELEMENTS:
         return value.dtype.str, value.shape, value.tobytes()
     if type(value) is tuple and all(isinstance(part, SCALARS) for part in value):
-        return value
+        return tuple(map(Scalar.of, value))
     return id(value)
 
 
@@ -188,10 +208,8 @@ def _short(name: str) -> str:
 
 def _described(name: str, former: Any, mark: Any) -> str:
     short = _short(name)
-    if isinstance(former, SCALARS) and isinstance(mark, SCALARS):
-        kinds = type(former), type(mark)
-        if not (int in kinds and any(abs(n) > 1 << 32 for n in (former, mark) if type(n) is int)):
-            return f"{short}, from {former!r:.40} to {mark!r:.40}"
+    if isinstance(former, Scalar) and isinstance(mark, Scalar):
+        return f"{short}, from {former!r:.40} to {mark!r:.40}"
     return short
 
 
