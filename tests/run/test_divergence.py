@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import samestep as ss
 from samestep.run import divergence
-from samestep.run.divergence import checksums, digest
+from samestep.run.divergence import LaneObserver, checksums, digest
+from samestep.step.lane_pass import LossSpec
 from tests.jobs import Net, events, fit, image_job, images, snapshots, train
 from tests.run import kinds
 from tests.workers import run_workers, try_workers
@@ -286,3 +288,12 @@ def test_aliases_have_one_checksum():
         "other",
         "part",
     ]
+
+
+def test_a_generator_from_which_embed_draws_is_observed(monkeypatch):
+    noise, observed = torch.Generator(), []
+    monkeypatch.setattr(divergence, "observe", lambda **fields: observed.append(fields))
+    loss = LossSpec(None, None, embed=lambda model, batch: torch.rand(2, generator=noise))
+    with LaneObserver(0, []).lane(SimpleNamespace(loss=loss, seed=(0, 0))):
+        loss.embed(None, None)
+    assert observed[-1] == {"kind": "generator", "step": 0, "name": "embed: noise"}

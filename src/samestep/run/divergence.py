@@ -221,7 +221,8 @@ class LaneObserver:
 
     def _generators(self, loss: LossSpec) -> dict[str, str]:
         generators = {
-            place.name: place.value() for place in find(loss_fn=loss.fn, model=loss.model)
+            place.name: place.value()
+            for place in find(loss_fn=loss.fn, model=loss.model, embed=loss.embed)
         }
         return {
             name: summary(get_state(generator))
