@@ -30,7 +30,7 @@ from samestep.host import kernel_id, memory_id, missing_system_calls, peer_crede
 # of the timeout, in which all must arrive: workers are started at the same time
 START_SHARE: Final = 0.25
 MIN_START_SECONDS: Final = 30.0  # unless that is more than the timeout
-LINGER_SECONDS: Final = 3.0
+LINGER_SECONDS: Final = 10.0
 REPORT_SECONDS: Final = 3.0  # for one worker to report which have not started
 MAX_ENTRIES_BYTES: Final = 1 << 28
 OUTCOME: Final = "outcome"  # key: all entries, or a failure and how many workers to inform
