@@ -229,6 +229,8 @@ def test_a_resumed_run_still_skips_what_its_first_start_was_told_to(tmp_path, ca
     expected = trained(None, skip_batches="6:7,8:9")
     with pytest.raises(SystemExit):
         trained(tmp_path, skip_batches="6:7", stop_after=4)
+    with pytest.raises(ss.ConfigError, match=r"cannot leave out step 3, .* from step 4"):
+        trained(tmp_path, skip_batches="6:7,3:5")
     with pytest.raises(SystemExit):
         trained(tmp_path, skip_batches="8:9", stop_after=7)
     assert "without the batches of steps 6:7,8:9" in capfd.readouterr().err

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -704,9 +705,22 @@ def set_other_snapshots_aside(
 def with_skipped_batches(config: Config, resumed: Snapshot | None) -> Config:
     """Return the options with the batches that are left out, also those that the snapshot names.
 
-    A run that is started again without the option must not train on them.
+    A run that is started again without the option must not train on them. Raises `ConfigError` for
+    those on which it has trained.
     """
     saved = None if resumed is None else resumed.state["run"].get("skip_batches")
+    step = 0 if resumed is None or config.read_only else resumed.step
+    left_out = sorted(replace(config, skip_batches=saved).skipped_steps, key=attrgetter("start"))
+    for steps in config.skipped_steps:
+        first = steps.start  # not known to be left out
+        for others in left_out:
+            first = others.stop if first in others else first
+        if first < min(steps.stop, step):
+            raise ConfigError(
+                f"skip_batches={config.skip_batches} cannot leave out step {first}, because the run"
+                f" resumes from step {step}, after an update with its batch; resume from an"
+                f" earlier snapshot (resume=PATH), or leave out later steps only"
+            )
     texts = ",".join(str(text) for text in (saved, config.skip_batches) if text)
     return replace(config, skip_batches=",".join(dict.fromkeys(texts.split(","))) or None)
 
