@@ -712,11 +712,17 @@ def check_divisors(
             )
 
 
-def nonfinite_loss(losses: Iterable[tuple[int, int, float]], step: int) -> str | None:
-    """Return which (lane, rank, loss) is infinite or NaN, None if all losses are finite."""
+def nonfinite_loss(
+    losses: Iterable[tuple[int, int, float]], step: int, *, is_shared: bool
+) -> str | None:
+    """Return which (lane, rank, loss) is infinite or NaN, None if all losses are finite.
+
+    A loss that `is_shared` is that of all lanes, so none is blamed.
+    """
     for lane, rank, loss in losses:
         if not math.isfinite(loss):
-            return f"the loss is {loss} at step {step} in lane {lane} (worker {rank})"
+            place = "of the whole batch" if is_shared else f"in lane {lane} (worker {rank})"
+            return f"the loss is {loss} at step {step} {place}"
     return None
 
 

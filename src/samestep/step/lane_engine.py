@@ -237,7 +237,7 @@ class LaneEngine(LaneContext):
             if check is not None:
                 check.compare([report["recheck"] for report in reports])
             check_divisors([entry for report in reports for entry in report["divisors"]])
-            skipped = self._skip_reason(results, seed[0])
+            skipped = self._skip_reason(results, seed[0], loss)
             self._end_buffers(reports, results, is_skipped=skipped is not None)
         scale = lane_pass.scale(results)
         if overlap.buckets:
@@ -258,7 +258,7 @@ class LaneEngine(LaneContext):
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
         return StepResult(results, list(notes), skipped)
 
-    def _skip_reason(self, results: Sequence[LaneResult], step: int) -> str | None:
+    def _skip_reason(self, results: Sequence[LaneResult], step: int, loss: LossSpec) -> str | None:
         """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
         config = self.config
         # a batch that the user leaves out may have any loss
@@ -267,7 +267,8 @@ class LaneEngine(LaneContext):
         if config.nonfinite_loss == "continue":
             return None
         losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-        reason = nonfinite_loss(losses, step)
+        is_shared = loss.embed is not None and self.lanes > 1
+        reason = nonfinite_loss(losses, step, is_shared=is_shared)
         if reason is not None and config.nonfinite_loss == "stop":
             raise nonfinite_error(reason, results)
         return reason
