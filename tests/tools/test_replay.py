@@ -203,6 +203,18 @@ def test_an_alert_is_compared_with_the_losses_of_its_call(call, word, tmp_path):
     assert report.differs == (call == 1)
 
 
+def test_a_step_that_the_run_skipped_is_shown_and_skipped_again(replay, tmp_path):
+    directory, arguments = tmp_path / "run", (160, sample_at(160, 6, LANE, 1), "1e4")
+    flags = ["--dir", directory, "--snapshot-every", 8, "--skip-batches", "6:7"]
+    run_python("-m", "samestep", "run", "-n", 1, *flags, SCRIPT, *arguments, check=True)
+    save = ["--save-batch", str(tmp_path)]  # a directory
+    status, printed = replay(directory, "--compare-state", *save, arguments=arguments, step=6)
+    assert "state: the same bits as step-00000008" in printed
+    assert "the batch was skipped: step 6 is in skip_batches=6:7" in printed
+    assert status == 2
+    assert f"--save-batch {tmp_path} cannot be written: " in printed
+
+
 def trained(directory, size=160, factor=1e4, **options):
     """Train the script's model; return its bits, and the loop's steps that were skipped."""
     with ss.init(lanes=4, dir=directory, **options) as run:

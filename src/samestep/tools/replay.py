@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.config import Config, flag_name
+from samestep.config import flag_name
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted, printable
 from samestep.record import read_events, read_history
@@ -193,13 +193,6 @@ class RecordedRun:
         config = {**self.start["config"], "lanes": self.start["lanes"]}
         if config.get("nonfinite_loss") == "stop":  # none was, until this step
             config["nonfinite_loss"] = "continue"
-        # steps before this one are left out as in the run; this one is shown
-        ranges = Config(skip_batches=config.get("skip_batches")).skipped_steps
-        texts = [f"{r.start}:{min(r.stop, self.step)}" for r in ranges if r.start < self.step]
-        texts += [
-            f"{max(r.start, self.step + 1)}:{r.stop}" for r in ranges if r.stop > self.step + 1
-        ]
-        config["skip_batches"] = ",".join(texts) or None
         flags = {name: config[name] for name in OPTIONS if name in config}
         flags |= dict.fromkeys(QUIET)
         flags["resume"] = "never" if self.snapshot is None else str(self.snapshot.resolve())
@@ -406,6 +399,7 @@ def _mean(value: Any) -> str:
 
 def save_batches(folder: Path, lane: int | None, path: Path) -> None:
     """Join the lane batches that workers saved into one safetensors file."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     pattern = "lane-*.safetensors" if lane is None else f"lane-{lane:06}.safetensors"
@@ -414,7 +408,7 @@ def save_batches(folder: Path, lane: int | None, path: Path) -> None:
         tensors |= load_file(file)
     try:
         save_file(tensors, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save-batch {path} cannot be written: {error}") from error
     print(f"\n{path}: {counted(len(tensors), 'tensor')}, such as {min(tensors, default='none')}")
 
