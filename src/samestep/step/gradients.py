@@ -57,12 +57,13 @@ def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = 
             if gradient.layout != torch.strided:
                 issue = f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient"
                 raise LossError(f"{issue}; use sparse=False")
-    if round_to is None:
-        return gradients
-    return [  # rounds the leaves of the tree; sums of this dtype are rounded as well
-        None if gradient is None else gradient.to(sum_dtype(gradient.dtype, round_to))
-        for gradient in gradients
-    ]
+    if round_to is not None:
+        for n, gradient in enumerate(gradients):
+            if gradient is not None:
+                # rounds the leaves of the tree; sums of this dtype are rounded as well. In place,
+                # so that each gradient is freed before the next one is rounded.
+                gradients[n] = gradient.to(sum_dtype(gradient.dtype, round_to))
+    return gradients
 
 
 def have_none(parameters: Sequence[Tensor]) -> bool:

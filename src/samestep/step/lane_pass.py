@@ -42,6 +42,7 @@ from samestep.torch_internals import (
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
+NO_CONTEXT: Final = nullcontext()  # each lane enters several
 DIVISOR: Final = "divisor of the mean "  # and its number; no user's metric has this name
 
 
@@ -77,7 +78,7 @@ class LaneResult:
 
 def unobserved(*_: object) -> AbstractContextManager[None]:
     """Return a context that does nothing."""
-    return nullcontext()
+    return NO_CONTEXT
 
 
 @dataclass
@@ -115,7 +116,7 @@ class LaneContext:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for user code; in float32 a user's own autocast stays in effect."""
         if self.config.precision == "float32":
-            return nullcontext()
+            return NO_CONTEXT
         return torch.autocast(self.devices[0].type, getattr(torch, self.config.precision))
 
     @contextmanager
@@ -150,7 +151,7 @@ class LaneContext:
     def keep_casts(self) -> AbstractContextManager[Any]:
         """Return a context in which several `autocast` blocks cast each parameter once."""
         if self.config.precision == "float32":
-            return nullcontext()
+            return NO_CONTEXT
         # torch forgets casts at the end of the outermost block, enabled or not
         return torch.autocast(self.devices[0].type, enabled=False)
 
@@ -452,7 +453,7 @@ class LanePass:
         """Return the context of a lane that may be a CUDA graph."""
         context = self.context
         if context.graphs is None or self._is_exchanged(lane):
-            return nullcontext()
+            return NO_CONTEXT
 
         def restart() -> None:
             context.buffers.rewind(replica.number, lane)

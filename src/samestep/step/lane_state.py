@@ -164,11 +164,13 @@ class LaneState:
         try:
             yield
         finally:
-            for reference, placeholder, value in hidden:
+            values = {id(placeholder): value for _, placeholder, value in hidden}
+            for reference in places.values() if hidden else ():
+                if id(kept := reference.value()) in values:  # also where the lane copied it to
+                    reference.put(values[id(kept)])
+            for _, placeholder, _ in hidden:
                 if isinstance(placeholder, _FloatOfAnotherLane):
                     placeholder.show()
-                if reference.value() is placeholder:
-                    reference.put(value)
 
     def _search(self, roots: dict[str, Any], *, in_lane: bool = False) -> None:
         """Find the parameters and tensors that lanes reach, except buffers with rules.
@@ -248,6 +250,10 @@ class _FloatOfAnotherLane(float):
         self = super().__new__(cls, value)
         self.place, self.lane, self.is_hidden = place, lane, True
         return self
+
+    def __reduce__(self) -> tuple[type[float], tuple[str]]:
+        """Be copied and pickled as a plain float, such as in a list of results."""
+        return float, (float.__repr__(self),)
 
     def show(self) -> None:
         """Be a float like any other, because the lane has ended, which may have kept it."""
