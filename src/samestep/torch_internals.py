@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from inspect import currentframe
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
@@ -146,7 +147,7 @@ def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
         def fn(*args: Any, **kwargs: Any) -> Any:
             # not kept in a variable: a frame that holds itself would keep the caller's tensors
-            name = sys._getframe(1).f_code.co_name  # noqa: SLF001
+            name = currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
             if get_ident() == thread and not name.lstrip("_").startswith(("get_", "set_", "res")):
                 check(name)
             return original(*args, **kwargs)
