@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -16,7 +16,7 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch, LaneStream
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import ConfigError, DataError, NonFiniteLossError, SnapshotError
+from samestep.errors import ConfigError, DataError, NonFiniteLossError, RecordError, SnapshotError
 from samestep.metrics import Means
 from samestep.record.hints import Hint, hints_of
 from samestep.record.record import OWN, Record
@@ -526,7 +526,9 @@ class Progress:
 
     def _hints(self) -> list[Hint]:
         folder = self._config.dir
-        return [] if folder is None else hints_of(folder)
+        with suppress(OSError, RecordError):  # the run has ended well, whatever the disk does now
+            return [] if folder is None else hints_of(folder)
+        return []
 
     def _describe_end(self, event: str) -> str:
         is_saved, folder = self._snapshots.is_enabled, self._config.dir

@@ -57,6 +57,7 @@ def _answer(request: bytes, answer, printed) -> None:
     os.dup2(connection_to_nobody, 0)
     for number in (1, 2):
         os.dup2(printed.fileno(), number)
+    torch.set_num_threads(1)  # before threads of autograd make the pool that a fork has to renew
     try:
         body, args, options, environment = pickle.loads(request)
         os.environ.update(environment)
