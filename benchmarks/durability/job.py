@@ -6,16 +6,19 @@ import hashlib
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # now, because the first optimizer imports it, which takes seconds
 from torch.nn import functional as F
 
 import samestep as ss
+from samestep.snapshot import owner
 
 STEPS = 4
 KEPT = 2
 COPY_SECONDS = 30.0
+LOST_SECONDS = 1.0  # no other process writes to the remote, so each start need not wait for long
 
 
 def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -30,7 +33,10 @@ def train(folder: Path) -> str:
     generator = torch.Generator().manual_seed(0)
     points, targets = (torch.randn(8 * STEPS, 24, generator=generator) for _ in range(2))
     options = {"snapshot_every": str(1), "keep_last": KEPT, "keep_best": 0, "system_every": None}
-    with ss.init(lanes=2, dir=directory, remote=f"file://{remote}", **options) as run:
+    with (
+        patch.object(owner, "LOST_SECONDS", LOST_SECONDS),
+        ss.init(lanes=2, dir=directory, remote=f"file://{remote}", **options) as run,
+    ):
         model = run.replicate(torch.nn.Linear(24, 24))
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
         run.track(model=model, optimizer=optimizer)
