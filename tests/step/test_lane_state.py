@@ -183,7 +183,7 @@ def test_floats_that_lanes_only_set_are_allowed():
     def loss_fn(model, rows):
         if model.scale is None:  # a cache
             model.scale = len(rows) ** -0.5
-        shown.append(f"{model.last:.3f}")  # as text only
+        shown.append(f"{model.last:.17g}")  # as text only
         loss = model(rows) * model.scale
         model.last = loss.item()
         return loss + 0.5 * model.last
