@@ -308,13 +308,13 @@ def test_groups_at_the_master_s_port_use_another_store(monkeypatch):
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    limits, place = [], {"rank": 0, "world_size": 1}
+    calls, place = [], {"rank": 0, "world_size": 1}
     store = dist.HashStore()
-    internals.on_new_group_store(lambda rank, timeout: limits.append((rank, timeout)) or store)
+    internals.on_new_group_store(lambda *values: calls.append(values) or store)
     for method in ("env://", f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"):
         limit = timedelta(seconds=7)
         assert next(dist.rendezvous(method, **place, timeout=limit)) == (store, 0, 1)
-    assert limits == [(0, limit)] * 2
+    assert calls == [(0, 1, limit)] * 2
     other, *_ = next(dist.rendezvous(f"tcp://127.0.0.1:{free_port()}", **place))
     assert isinstance(other, dist.TCPStore)
 

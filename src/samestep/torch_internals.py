@@ -364,8 +364,8 @@ def on_new_group(call: Callable[[Any, Collection[Any]], object]) -> None:
         distributed_c10d._pg_map = Groups(distributed_c10d._pg_map)  # noqa: SLF001
 
 
-def on_new_group_store(connect: Callable[[int, timedelta], Any]) -> None:
-    """Let `connect(rank, timeout)` return the store of groups that workers make at MASTER_PORT.
+def on_new_group_store(connect: Callable[[int, int, timedelta], Any]) -> None:
+    """Let `connect(rank, size, timeout)` return the store of groups made at MASTER_PORT.
 
     torch's own store there admits everyone. `register_rendezvous_handler` replaces no handler. The
     default group's name is the number of groups so far, which a failed try increases on some
@@ -378,9 +378,9 @@ def on_new_group_store(connect: Callable[[int, timedelta], Any]) -> None:
     def create_store(hostname: str, port: int, *rest: Any, **named: Any) -> Any:
         master = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
         if (hostname, str(port)) == master:
-            rank, _size, timeout, *_ = rest
+            rank, size, timeout, *_ = rest
             distributed_c10d._world.group_count = 0  # noqa: SLF001  of the next try
-            return connect(rank, timeout)
+            return connect(rank, size, timeout)
         return create(hostname, port, *rest, **named)
 
     module._create_c10d_store = create_store  # noqa: SLF001

@@ -26,6 +26,7 @@ from samestep import host as files
 from samestep.cluster import find_process
 from samestep.cluster.launchers import SUBMITIT
 from samestep.comm.store import group_store
+from samestep.comm.token_store import join_store
 from samestep.data.loader import Request, load
 from samestep.errors import ConfigError, LaunchError, WorkerError, WorldError
 from samestep.handoff import LAUNCHER_STATE
@@ -152,6 +153,8 @@ def test_workers_agree_on_a_process_group_after_one_of_them_has_failed(tmp_path)
             with pytest.raises(dist.DistError):  # worker 1 does not come
                 dist.init_process_group("gloo", timeout=timedelta(seconds=0.2))
             failed.touch()
+            store = join_store(os.environ, timedelta(seconds=60))
+            store.wait(["group/1/joined/1"])  # which nobody will complete
         while not failed.exists():
             time.sleep(0.01)
         sums = []

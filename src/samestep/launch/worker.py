@@ -33,6 +33,8 @@ FORK: Final = multiprocessing.get_context("fork")
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ECHO_SECONDS: Final = 1.0
 LATEST_GROUP: Final = "group/latest"  # the number of the last group that rank 0 began to make
+COMPLETE: Final = b"all ranks joined"  # of a group that rank 0 began
+GIVEN_UP: Final = b"rank 0 began another one"
 KEPT_DESTROYED_GROUPS: Final = 8  # with a few open files each
 BLOCKED_SECONDS: Final = 5.0  # until a process that runs no Python code is ended as well
 # Makes `torch.cuda.is_available()` ask the driver's management library, so that forks stay usable.
@@ -373,14 +375,15 @@ class ProcessGroups:
     """
 
     def __init__(self) -> None:
-        self._number = 0  # of the last default group
+        self._number = 0  # of the last default group that all ranks joined, or rank 0 gave up
         self._store: Any = None  # of the next default group
         self._stores: dict[int, Any] = {}  # of default groups, by their id
 
-    def connect(self, rank: int, timeout: timedelta) -> Any:
-        """Return the store of the next default group, with keys of its own.
+    def connect(self, rank: int, size: int, timeout: timedelta) -> Any:
+        """Return the store of the next default group, with keys of its own, when all joined it.
 
-        Rank 0 numbers the groups, because after a failed try others may have made more or fewer.
+        After a failed try, ranks may have tried more or less often: rank 0 numbers the groups, and
+        says of each whether all joined it.
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -388,13 +391,29 @@ class ProcessGroups:
 
         store: Any = join_store(os.environ, timeout)
         if rank == 0:
-            self._number = store.add(LATEST_GROUP, 1)
-            store.set(f"group/{self._number}/begun", b"")
+            self._gather(store, size, timeout)
         else:
-            store.wait([f"group/{self._number + 1}/begun"], timeout)
-            self._number = store.add(LATEST_GROUP, 0)
+            while not self._join(store, rank, timeout):
+                pass
         self._store = store
         return PrefixStore(f"group/{self._number}", store)
+
+    def _gather(self, store: Any, size: int, timeout: timedelta) -> None:
+        """Begin a group as its rank 0 and wait for the others; those in the last try come along."""
+        last, self._number = self._number, store.add(LATEST_GROUP, 1)
+        store.set(f"group/{self._number}/begun", b"")
+        store.compare_set(f"group/{last}/outcome", "", GIVEN_UP)
+        store.wait([f"group/{self._number}/joined/{other}" for other in range(1, size)], timeout)
+        store.set(f"group/{self._number}/outcome", COMPLETE)
+
+    def _join(self, store: Any, rank: int, timeout: timedelta) -> bool:
+        """Join the latest group; return False if its rank 0 gave it up for another one."""
+        store.wait([f"group/{self._number + 1}/begun"], timeout)
+        number = store.add(LATEST_GROUP, 0)
+        store.set(f"group/{number}/joined/{rank}", b"")
+        store.wait([f"group/{number}/outcome"], timeout)
+        self._number = number
+        return bool(store.get(f"group/{number}/outcome") == COMPLETE)
 
     def keep(self, group: object, live: Collection[object]) -> None:
         """Keep a new group, and let the earliest of those that are not `live` any more go."""
