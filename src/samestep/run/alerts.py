@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.masking import mask_words
 from samestep.record import Record
@@ -69,16 +70,13 @@ class LossAlerts:
     def __init__(
         self,
         record: Record,
-        directory: Path | None,
+        config: Config,
         keep_snapshot: Callable[[str], object],
         *,
         is_main: bool,
-        only_nonfinite: bool,
-        left_out: Sequence[range] = (),
     ) -> None:
-        """With `only_nonfinite`, no finite loss is unusual. Steps `left_out` cause no alert."""
-        self._record, self._directory, self._keep_snapshot = record, directory, keep_snapshot
-        self._is_main, self._only_nonfinite, self._left_out = is_main, only_nonfinite, left_out
+        self._record, self._config, self._keep_snapshot = record, config, keep_snapshot
+        self._is_main = is_main
         self._usual: dict[int, Usual] = {}  # by call in a step, such as those of a GAN
         self._last = -QUIET_STEPS
 
@@ -109,7 +107,7 @@ class LossAlerts:
         loss that `is_shared` by all lanes is that of the whole batch, so it blames no lane.
         """
         step, number = call
-        if not results or (self._left_out and any(step in steps for steps in self._left_out)):
+        if not results or self._config.skips(step):
             return ""
         losses: list[float] = [lane.metrics["loss"] for lane in results]
         if are_sums:
@@ -128,7 +126,7 @@ class LossAlerts:
         is_new = usual.is_new("unusual" if loss > usual.limit else "")
         is_new = is_new and step >= self._last + QUIET_STEPS
         usual.add(loss)
-        if not is_new or self._only_nonfinite:
+        if not is_new or self._config.precision == "float16":  # a scaler changes losses
             return ""
         self._last = step
         return self._alert(batch, call, blamed, loss, results, mean)
@@ -151,8 +149,8 @@ class LossAlerts:
             more = f" and {len(samples) - SHOWN_SAMPLES} more" * (len(samples) > SHOWN_SAMPLES)
             advice = f"its samples are {', '.join(samples[:SHOWN_SAMPLES])}{more}"
         command = ""
-        if self._directory is not None:
-            command = replay_command(self._directory, step)
+        if self._config.dir is not None:
+            command = replay_command(self._config.dir, step)
             advice += f"{'; ' * bool(advice)}to look at it: {command}"
         if not self._is_main:
             return advice

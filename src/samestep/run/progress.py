@@ -398,12 +398,12 @@ class Progress:
             return
         self.skipped_steps.append(self.step)
         self._record.event("batch_skipped", step=self.step, reason=reason)
-        if self.is_main:
+        in_a_row = range(self.step - MOST_SKIPPED + 1, self.step + 1)
+        left_out, last = self._config.skips, self.step - 1
+        follows = left_out(self.step) and left_out(last) and last in self.skipped_steps[-2:]
+        if self.is_main and not follows:  # one line for a range of skip_batches
             announce(f"skipped a batch: {reason}", logging.WARNING)
-        first, left_out = self.step - MOST_SKIPPED + 1, self._config.skipped_steps
-        if self.skipped_steps[-MOST_SKIPPED:] == list(range(first, self.step + 1)) and not any(
-            step in steps for step in range(first, self.step + 1) for steps in left_out
-        ):
+        if self.skipped_steps[-MOST_SKIPPED:] == [*in_a_row] and not any(map(left_out, in_a_row)):
             raise NonFiniteLossError(
                 f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
                 " parameters are not finite either, resume from an earlier snapshot with a lower"

@@ -250,23 +250,15 @@ class Session:
             self.lanes,
             self.divergence,
             data_check=self.data_check,
-            alerts=self._make_alerts(config),
+            alerts=LossAlerts(
+                self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
+            ),
             resumed=resumed,
             line=open_line(self._process, config.stop_after, self._exits.callback)
             if config.progress
             else None,
             check_directory=lock.check if lock else lambda: None,
             on_end=self._samplers.close,
-        )
-
-    def _make_alerts(self, config: Config) -> LossAlerts:
-        return LossAlerts(
-            self.record,
-            config.dir,
-            self.snapshots.keep_newest,
-            is_main=self.world.rank == 0,
-            only_nonfinite=config.precision == "float16",  # a scaler changes losses
-            left_out=config.skipped_steps,
         )
 
     def _make_lanes(self, lanes: int, modules: list[torch.nn.Module]) -> LaneEngine:

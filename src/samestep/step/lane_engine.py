@@ -262,7 +262,7 @@ class LaneEngine(LaneContext):
         """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
         config = self.config
         # a batch that the user leaves out may have any loss
-        if config.skip_batches is not None and any(step in span for span in config.skipped_steps):
+        if config.skips(step):
             return f"step {step} is in skip_batches={config.skip_batches}"
         if config.nonfinite_loss == "continue":
             return None
