@@ -36,16 +36,11 @@ from samestep.masking import mask, mask_words
 from samestep.record import Record
 from samestep.record.events import samestep_version
 from samestep.torch_internals import is_forked_after_cuda
+from samestep.user_code import is_users
 
 HASH_SEED: Final = "hash seed"  # of an environment
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
-# of samestep, and of Python, which may be below the folder of a script
-INSTALLED: Final = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(__file__).parents[1], sys.prefix, sys.base_prefix)
-    if str(folder) not in {"/", "/usr"}
-)
 ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")  # of an object, another one at every start
 MOST_HOSTS: Final = 8  # more are sampled less often, so that the record grows no faster
 
@@ -171,8 +166,7 @@ def digests_of_program() -> dict[str, str]:
     files = {Path(script).resolve()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        is_installed = "-packages" in file or file.startswith(INSTALLED)
-        if file.startswith(f"{folder}{os.sep}") and not is_installed:
+        if file.startswith(f"{folder}{os.sep}") and is_users(file):
             files.add(Path(file))
     digests: dict[str, str] = {}
     for path in sorted(files):

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from samestep.comm.watchdog import is_users
 from samestep.data.attributes import plain_attributes
-from samestep.data.generators import is_installed, own_dict, walk
+from samestep.data.generators import own_dict, walk
 from samestep.errors import (
     DataError,
     LossError,
@@ -51,6 +50,7 @@ from samestep.torch_internals import (
     versions_of,
     watch_backward,
 )
+from samestep.user_code import is_callers, is_installed
 
 REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
 MOST_FUNCTIONS: Final = 16
@@ -647,7 +647,7 @@ def _not_deterministic(operation: str, line: str) -> LossError:
 
 def _line_of(error: Exception, again: Callable[[], object]) -> str:
     """Return the user's line that called the operation of an error, also of its backward pass."""
-    frames = [*filter(is_users, traceback.extract_tb(error.__traceback__))]
+    frames = [*filter(is_callers, traceback.extract_tb(error.__traceback__))]
     lines = [(frame.filename, frame.lineno) for frame in frames]
     if not lines:  # in backward: torch notes the lines of forward if it looks for anomalies
         with warnings.catch_warnings(record=True) as caught, suppress(Exception):
@@ -657,7 +657,7 @@ def _line_of(error: Exception, again: Callable[[], object]) -> str:
         notes = [str(warning.message) for warning in caught]
         found = [match for note in notes for match in NOTED_LINE.findall(note)]
         frames = [traceback.FrameSummary(file, int(number), "") for file, number in found]
-        lines = [(frame.filename, frame.lineno) for frame in filter(is_users, frames)]
+        lines = [(frame.filename, frame.lineno) for frame in filter(is_callers, frames)]
     if not lines:
         return ""
     file, number = lines[-1]
