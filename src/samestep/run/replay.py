@@ -95,7 +95,7 @@ class Replay:
         self._optimizers: list[tuple[str, torch.optim.Optimizer, Shard | None]] = []
         self._reports: dict[tuple[int, int], LaneReport] = {}  # by call and lane
         self._seen: dict[int, tuple[LanePass, Any]] = {}  # of the current call, by lane
-        self._worst: dict[int, int | None] = {}  # the lane to look at closely, by call
+        self._worst: dict[int, int | None] = {}  # the lane to look at closely, if any, by call
         self._where = ""  # the first value that is not finite in the current lane's forward
 
     @property
@@ -197,13 +197,18 @@ class Replay:
             groups |= {place: f"{name} {number}" for place, number in numbers.items()}
         return groups
 
-    def add_results(self, batch: Batch, call: tuple[int, int], result: StepResult) -> None:
-        """Add the results of all lanes; write the reports of this worker's lanes."""
+    def add_results(
+        self, batch: Batch, call: tuple[int, int], result: StepResult, *, is_shared: bool
+    ) -> None:
+        """Add the results of all lanes; write the reports of this worker's lanes.
+
+        A loss that `is_shared` is that of all lanes, so none is the worst.
+        """
         step, number = call
         if step != self._request.step:
             return
         worst = self._request.lane
-        if worst is None and result.results:
+        if worst is None and result.results and not is_shared:
             worst = worst_lane([(lane.lane, lane.metrics["loss"]) for lane in result.results])
         self._worst[number] = worst
         for lane in result.results:

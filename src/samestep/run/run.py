@@ -474,7 +474,8 @@ class Run(Collectives, Recording):
             raise
         progress.receive(result.notes)  # of all workers, sent along with the losses
         if self._session.replay is not None:
-            self._session.replay.add_results(batch, call, result)
+            is_shared = self._lanes.shares(loss)
+            self._session.replay.add_results(batch, call, result, is_shared=is_shared)
         self._look_at(batch, call, result.results, loss)
         if result.skipped is not None:
             progress.skip_update(result.skipped)
@@ -486,7 +487,7 @@ class Run(Collectives, Recording):
         self, batch: Batch, call: tuple[int, int], results: Sequence[LaneResult], loss: LossSpec
     ) -> str:
         """Return what an alert about a loss says of its samples, "" without an alert."""
-        are_sums, is_shared = loss.reduction == "sum", loss.embed is not None and self.lanes > 1
+        are_sums, is_shared = loss.reduction == "sum", self._lanes.shares(loss)
         look = self._progress.alerts.look
         return look(batch, call, results, are_sums=are_sums, is_shared=is_shared)
 

@@ -267,11 +267,14 @@ class LaneEngine(LaneContext):
         if config.nonfinite_loss == "continue":
             return None
         losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-        is_shared = loss.embed is not None and self.lanes > 1
-        reason = nonfinite_loss(losses, step, is_shared=is_shared)
+        reason = nonfinite_loss(losses, step, is_shared=self.shares(loss))
         if reason is not None and config.nonfinite_loss == "stop":
             raise nonfinite_error(reason, results)
         return reason
+
+    def shares(self, loss: LossSpec) -> bool:
+        """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
+        return loss.embed is not None and self.lanes > 1
 
     def _begin_graphs(self, graphs: LaneGraphs, loss: LossSpec, step: int) -> None:
         is_alone = self.world.size > 1 and len(self.own) == 1
@@ -324,7 +327,7 @@ class LaneEngine(LaneContext):
         embeddings of all lanes, so each lane has two passes: to its embeddings and, when all
         workers have computed the loss, back from the gradients of its embeddings.
         """
-        if loss.embed is None or self.lanes == 1:
+        if not self.shares(loss):
             return LanePass(self, loss, batch, parameters, seed, overlap.active)
         return WholeBatchPass(self, loss, batch, parameters, seed, overlap.active)
 
