@@ -263,7 +263,7 @@ class Report:
 
     def _compare(self) -> Iterator[str]:
         """Yield lines about the program, the environment, the means and the state."""
-        from samestep.run.process import differences
+        from samestep.run.environment import differences
 
         record, folder = self._record, self._folder
         (start, *_) = [e for e in read_events(folder) if e["event"] in STARTS]
