@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any, Final
 
 from samestep.host import anonymous_file, anonymous_memory, set_size
+from samestep.user_code import is_of_package
 
 TERMINAL: Final = "SAMESTEP_INTERNAL_TERMINAL"  # "1" if the launcher's stderr is a terminal
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
@@ -224,7 +225,7 @@ class LauncherState:
         names = [
             name
             for name, module in modules.items()
-            if "-packages" in (getattr(module, "__file__", None) or "")
+            if is_of_package(getattr(module, "__file__", None) or "")
         ]
         os.pwrite(self.modules, json.dumps(names).encode(), 0)
 

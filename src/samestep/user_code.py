@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Final
-
-import torch
 
 SAMESTEP: Final = f"{Path(__file__).parent}{os.sep}"
 STANDARD: Final = f"{Path(os.__file__).parent}{os.sep}"  # packages may be below it
 PACKAGES: Final = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 FROZEN: Final = "<frozen"  # modules of Python's own start
 NOT_USERS: Final = (SAMESTEP, STANDARD, FROZEN)
-BELOW_CALLERS: Final = (SAMESTEP, f"{Path(torch.__file__).parent}{os.sep}", FROZEN)
+_TORCH: Final = getattr(find_spec("torch"), "origin", None) or ""  # which is not imported here
+BELOW_CALLERS: Final = (SAMESTEP, f"{Path(_TORCH).parent}{os.sep}", FROZEN)
 LOADER: Final = "dataloader.py"  # torch's: shown, because the worker waits for loader processes
 
 
 def is_users(path: str) -> bool:
     """Return whether a file of code is the user's own, also of a notebook or of `exec`."""
-    return not path.startswith(NOT_USERS) and not _is_of_package(path)
+    return not path.startswith(NOT_USERS) and not is_of_package(path)
 
 
 def is_installed(kind: type) -> bool:
@@ -35,9 +35,10 @@ def is_callers(frame: FrameSummary) -> bool:
     path = frame.filename
     return path.endswith(LOADER) or (
         not path.startswith(BELOW_CALLERS)
-        and (_is_of_package(path) or not path.startswith(STANDARD))
+        and (is_of_package(path) or not path.startswith(STANDARD))
     )
 
 
-def _is_of_package(path: str) -> bool:
+def is_of_package(path: str) -> bool:
+    """Return whether a file of code is part of an installed package."""
     return any(folder in path for folder in PACKAGES)

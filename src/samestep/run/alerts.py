@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from samestep.config import Config
 from samestep.data.batch import Batch
@@ -118,7 +118,8 @@ class LossAlerts:
             usual.is_new("")
             usual.add(loss)
             return ""
-        loss, worst = max(zip(losses, results, strict=True), key=_badness)
+        number_of_worst = worst_of(losses)
+        loss, worst = losses[number_of_worst], results[number_of_worst]
         mean, blamed = usual.mean, None if is_shared else worst
         if not math.isfinite(loss):
             is_new = usual.is_new("nonfinite")
@@ -177,8 +178,10 @@ class LossAlerts:
         return advice
 
 
-def _badness(pair: tuple[float, Any]) -> float:
-    return pair[0] if math.isfinite(pair[0]) else math.inf
+def worst_of(losses: Sequence[float]) -> int:
+    """Return the number of the first loss that is not finite, or of the highest."""
+    badness = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    return badness.index(max(badness))
 
 
 def replay_command(directory: Path, step: int) -> str:

@@ -30,6 +30,7 @@ from samestep.data.nested import mapped, tensors_in
 from samestep.data.origin import name_of
 from samestep.data.random_state import key, keyed
 from samestep.record.events import to_json
+from samestep.run.alerts import worst_of
 from samestep.step.gradients import Gradients
 from samestep.step.lane_engine import LaneEngine, StepResult
 from samestep.step.lane_pass import LanePass, split_loss
@@ -209,7 +210,8 @@ class Replay:
             return
         worst = self._request.lane
         if worst is None and result.results and not is_shared:
-            worst = worst_lane([(lane.lane, lane.metrics["loss"]) for lane in result.results])
+            losses = [lane.metrics["loss"] for lane in result.results]
+            worst = result.results[worst_of(losses)].lane
         self._worst[number] = worst
         for lane in result.results:
             report = self._reports.get((number, lane.lane))
@@ -251,11 +253,6 @@ class Replay:
             f"lane{lane}.{name}": value.clone().contiguous() for name, value in tensors.items()
         }
         save_file(copies, Path(self._request.folder) / f"lane-{lane:06}.safetensors")
-
-
-def worst_lane(losses: Sequence[tuple[int, float]]) -> int:
-    """Return the number of the first lane with a loss that is not finite, or with the highest."""
-    return max(losses, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)[0]
 
 
 class LaneDebugger(pdb.Pdb, AbstractContextManager["LaneDebugger"]):

@@ -15,9 +15,9 @@ from samestep.errors import ConfigError, DataError, ModelError, NonFiniteLossErr
 from samestep.metrics import Means
 from samestep.run.progress import Progress
 from samestep.run.session import Session
-from samestep.step.guards import state_of_body
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import Count, LaneResult, LossFn, LossSpec, Reduction
+from samestep.step.metric_guard import state_of_body
 from samestep.step.scaling import GradScaler, clip_gradients
 from samestep.step.whole_batch import embeddings_of_one_lane, loss_of_one_lane
 

@@ -24,7 +24,6 @@ from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.graph_choice import LaneGraphs
 from samestep.step.guards import (
-    MetricGuard,
     ModelGuard,
     OptimizerGuard,
     check_divisors,
@@ -34,6 +33,7 @@ from samestep.step.guards import (
 )
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.lane_state import LaneState
+from samestep.step.metric_guard import MetricGuard
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.recheck import Recheck
 from samestep.step.scaling import scaled
