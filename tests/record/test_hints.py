@@ -202,7 +202,7 @@ def test_batches_that_are_left_out_have_no_norm(tmp_path, capfd, caplog):
             run.backward(classify, model, batch)
             run.clip_grad_norm(model, 1.0)
             model.zero_grad()
-        assert run._progress.skipped_steps == [*skipped]
+        assert run._progress.skipped.steps == [*skipped]
     events = [event for event in read_events(tmp_path) if event["event"] == "timing"]
     assert ["norms" in event for event in events] == [True, True, *[False] * len(skipped)]
     assert "hint:" not in capfd.readouterr().err

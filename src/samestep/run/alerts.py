@@ -1,4 +1,4 @@
-"""Alerts about losses that are not finite or unusually high: their lane, samples and snapshot."""
+"""Losses that are not finite or unusually high: alerts about them, and steps that they skip."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from samestep.config import Config
 from samestep.data.batch import Batch
+from samestep.errors import NonFiniteLossError
 from samestep.masking import mask_words
 from samestep.record import Record
 from samestep.run.process import announce
@@ -25,6 +26,7 @@ LEAST_DEVIATION: Final = 0.01  # of the mean, for losses that hardly change
 QUIET_STEPS: Final = 1000  # between two alerts of unusual losses
 SHOWN_SAMPLES: Final = 4
 MOST_SAMPLES: Final = 64
+MOST_SKIPPED: Final = 100  # steps in a row
 
 
 class Usual:
@@ -176,6 +178,37 @@ class LossAlerts:
         if usual is not None:
             announce(f"{reason}; {advice}" if advice else reason, logging.WARNING)
         return advice
+
+
+class SkippedSteps:
+    """The steps with a batch of which no gradient was used; `steps` are the same on all workers.
+
+    The state of the run has them, so a resumed run knows of them as well.
+    """
+
+    def __init__(self, config: Config, record: Record, steps: Iterable[int], is_main: bool) -> None:
+        self.steps = list(steps)
+        self._config, self._record, self._is_main = config, record, is_main
+
+    def add(self, step: int, reason: str) -> None:
+        """Note that a batch of a step was skipped: its position counts, but gives no gradient.
+
+        Raises `NonFiniteLossError` if too many steps in a row were skipped.
+        """
+        if step in self.steps[-1:]:
+            return
+        self.steps.append(step)
+        self._record.event("batch_skipped", step=step, reason=reason)
+        in_a_row, left_out = range(step - MOST_SKIPPED + 1, step + 1), self._config.skips
+        follows = left_out(step) and left_out(step - 1) and step - 1 in self.steps[-2:]
+        if self._is_main and not follows:  # one line for a range of skip_batches
+            announce(f"skipped a batch: {reason}", logging.WARNING)
+        if self.steps[-MOST_SKIPPED:] == [*in_a_row] and not any(map(left_out, in_a_row)):
+            raise NonFiniteLossError(
+                f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
+                " parameters are not finite either, resume from an earlier snapshot with a lower"
+                " learning rate"
+            )
 
 
 def worst_of(losses: Sequence[float]) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -15,11 +15,11 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import ConfigError, DataError, NonFiniteLossError, RecordError, SnapshotError
+from samestep.errors import ConfigError, DataError, RecordError, SnapshotError
 from samestep.metrics import Means
 from samestep.record.hints import Hint, hints_of
 from samestep.record.record import Record
-from samestep.run.alerts import LossAlerts
+from samestep.run.alerts import LossAlerts, SkippedSteps
 from samestep.run.divergence import DivergenceCheck
 from samestep.run.loop_states import LoopStates
 from samestep.run.observer import StepObserver
@@ -32,7 +32,6 @@ from samestep.step.lane_engine import LaneEngine
 
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
-MOST_SKIPPED: Final = 100  # steps in a row
 TRAINS_ON: Final = (
     "the run had ended at step {} and trains on; if it should have stopped early, call run.finish()"
     " before the break"
@@ -97,8 +96,7 @@ class Progress:
         self.loops = LoopStates(resumed)
         self.step = self._first_step = state.get("step", 0)
         self.epoch: int = state.get("epoch", 0)
-        # with a batch of which no gradient was used
-        self.skipped_steps: list[int] = list(state.get("skipped_steps", []))
+        self.skipped = SkippedSteps(config, record, state.get("skipped_steps", ()), self.is_main)
         self.finished: bool = state.get("finished", False)  # by `run.finish`, perhaps earlier
         self._has_ended: bool = state.get("ended", False)  # in an earlier start, with the script
         alerts.load_state_dict(state.get("losses", {}))
@@ -336,34 +334,12 @@ class Progress:
         if self._line is not None:
             self._line.add(means)
 
-    def skip_update(self, reason: str) -> None:
-        """Note that a batch of this step was skipped: its position counts, but gives no gradient.
-
-        All workers call it, and the state of the run has it, so a resumed run knows of it as well.
-        Raises `NonFiniteLossError` if too many steps in a row were skipped.
-        """
-        if self.step in self.skipped_steps[-1:]:
-            return
-        self.skipped_steps.append(self.step)
-        self._record.event("batch_skipped", step=self.step, reason=reason)
-        in_a_row = range(self.step - MOST_SKIPPED + 1, self.step + 1)
-        left_out, last = self._config.skips, self.step - 1
-        follows = left_out(self.step) and left_out(last) and last in self.skipped_steps[-2:]
-        if self.is_main and not follows:  # one line for a range of skip_batches
-            announce(f"skipped a batch: {reason}", logging.WARNING)
-        if self.skipped_steps[-MOST_SKIPPED:] == [*in_a_row] and not any(map(left_out, in_a_row)):
-            raise NonFiniteLossError(
-                f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
-                " parameters are not finite either, resume from an earlier snapshot with a lower"
-                " learning rate"
-            )
-
     def add_norm(self, norm: torch.Tensor, max_norm: float) -> None:
         """Note the norm of this step's gradients before they were clipped, for the record.
 
         Not that of a skipped batch, which is 0 but says nothing about the model.
         """
-        is_skipped = self.step in self.skipped_steps[-1:]
+        is_skipped = self.step in self.skipped.steps[-1:]
         if self.is_main and self._config.dir is not None and not is_skipped:
             self.times.add_norm(norm, max_norm)
 
@@ -390,7 +366,7 @@ class Progress:
         """Return the run's state that is equal on all workers, and this worker's own state."""
         run = {
             "step": self.step,
-            "skipped_steps": list(self.skipped_steps),
+            "skipped_steps": list(self.skipped.steps),
             "skip_batches": self._config.skip_batches,
             "epoch": self.epoch,
             "lanes": self._lanes.lanes,
@@ -414,14 +390,8 @@ class Progress:
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))
-            for hint in self._hints() if self.step > self._first_step else ():
+            for hint in _hints(self._config.dir) if self.step > self._first_step else ():
                 announce(f"hint: {hint.text}")
-
-    def _hints(self) -> list[Hint]:
-        folder = self._config.dir
-        with suppress(OSError, RecordError):  # the run has ended well, whatever the disk does now
-            return [] if folder is None else hints_of(folder)
-        return []
 
     def _describe_end(self, event: str) -> str:
         is_saved, folder = self._snapshots.is_enabled, self._config.dir
@@ -441,3 +411,9 @@ class Progress:
         """
         self._lanes.world.wait_for_gpu()
         self.receive(self._lanes.world.all_gather_json(self.note(), what))
+
+
+def _hints(folder: Path | None) -> list[Hint]:
+    with suppress(OSError, RecordError):  # the run has ended well, whatever the disk does now
+        return [] if folder is None else hints_of(folder)
+    return []

@@ -156,7 +156,7 @@ class Training:
             self._session.replay.add_results(batch, call, result, is_shared=is_shared)
         self._look_at(batch, call, result.results, loss)
         if result.skipped is not None:
-            progress.skip_update(result.skipped)
+            progress.skipped.add(progress.step, result.skipped)
         means = Means(result.results, loss.reduction)
         progress.show(means)
         return means
