@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +20,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from samestep.config import Config
+from samestep.config import Config, is_url
 from samestep.errors import ConfigError
 from samestep.host import printable
 from samestep.masking import mask, mask_words
-from samestep.record.events import samestep_version
+from samestep.record.events import FORMAT, samestep_version
 from samestep.run.process import announce
 from samestep.snapshot.read import Snapshot
 from samestep.user_code import is_users
@@ -173,6 +173,33 @@ def compare_environments(
             end,
         )
     return lines
+
+
+def description_of(
+    config: Config, settings: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what the record says of a start: options, settings, workers and versions."""
+    options = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(config).items()
+    }
+    if options["on_event"] and is_url(options["on_event"]):
+        options["on_event"] = "a URL"  # which may contain a secret
+    return {
+        "lanes": config.lanes,
+        "workers": [
+            {name: worker[name] for name in ("rank", "host", "pid", "devices")}
+            for worker in workers
+        ],
+        "devices": workers[0]["devices"],
+        "torch": torch.__version__,
+        "environment": workers[0]["environment"],
+        "format": FORMAT,
+        "samestep": samestep_version(),
+        "config": mask(options),
+        "settings": mask(settings),
+        "command": shlex.join(mask_words(sys.argv)),
+    }
 
 
 class CommitQuery:

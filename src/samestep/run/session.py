@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import socket
 import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from samestep.cluster import ProcessInfo
 from samestep.comm.connect import connect, end_group
 from samestep.comm.rendezvous import locate
-from samestep.config import Config, is_url
+from samestep.config import Config
 from samestep.data.agreement import DataCheck
 from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
 from samestep.errors import ConfigError, RecordError, SamestepError
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
-from samestep.masking import mask, mask_urls, mask_words
+from samestep.masking import mask_urls
 from samestep.record import Record, open_record
-from samestep.record.events import FORMAT, samestep_version
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock
 from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
@@ -40,6 +37,7 @@ from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.environment import (
     CommitQuery,
     compare_environments,
+    description_of,
     digests_of_program,
     environment_of_results,
     inputs_of_program,
@@ -332,12 +330,6 @@ class Session:
     def _record_start(
         self, attempt: str, resumed: Snapshot | None, workers: Sequence[Mapping[str, Any]]
     ) -> None:
-        options = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(self.config).items()
-        }
-        if options["on_event"] and is_url(options["on_event"]):
-            options["on_event"] = "a URL"  # which may contain a secret
         self.record.event(
             "started" if resumed is None else "resumed",
             attempt=attempt,
@@ -346,20 +338,8 @@ class Session:
             snapshot=None if resumed is None else str(resumed.path),
             continues=self.start.last_own_step(resumed) >= 0,
             **({} if self.start.owner is None else {"run": self.start.owner.id}),
-            lanes=self.config.lanes,
             exchange=self.world.backend,
-            workers=[
-                {name: worker[name] for name in ("rank", "host", "pid", "devices")}
-                for worker in workers
-            ],
-            devices=workers[0]["devices"],
-            torch=torch.__version__,
-            environment=workers[0]["environment"],
-            format=FORMAT,
-            samestep=samestep_version(),
-            config=mask(options),
-            settings=mask(self._settings),
-            command=shlex.join(mask_words(sys.argv)),
+            **description_of(self.config, self._settings, workers),
             **(self._commit.result if self._commit else {}),
         )
 
