@@ -139,7 +139,8 @@ def _role_of(kind: type) -> Role | None:
         return "module"
     if issubclass(kind, (dict, list, tuple)):
         return "container"
-    return None if is_installed(kind) else "own"
+    is_own = not is_installed(kind) or kind.__module__.startswith("samestep.")  # ss.Patience counts
+    return "own" if is_own else None
 
 
 def _state_of(metric: Any) -> tuple[Any, ...]:
