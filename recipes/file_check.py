@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -183,22 +183,21 @@ class FileCheck:
                     todo.append(number)
         if self.run is not None:
             todo = self.run.broadcast(todo)
-        new = dict(zip(todo, self._inspect([paths[number] for number in todo], full), strict=True))
-        if not self.is_main:
-            return []
-        for number, facts in new.items():
-            cache[os.fspath(paths[number])] = (stamps[number], full, facts)
-        if new:
-            self._write_cache({path: cache[path] for path in map(os.fspath, paths)})
-        return [
-            new[number] if number in new else cache[os.fspath(path)][2]
-            for number, path in enumerate(paths)
-        ]
+        inspected = self._inspect([paths[number] for number in todo], full)
+        try:
+            for number, facts in zip(todo, inspected, strict=True):
+                if self.is_main:
+                    cache[os.fspath(paths[number])] = (stamps[number], full, facts)
+        finally:  # also what was read before the check was interrupted
+            if todo and self.is_main:
+                names = map(os.fspath, paths)
+                self._write_cache({name: cache[name] for name in names if name in cache})
+        return [cache[os.fspath(path)][2] for path in paths] if self.is_main else []
 
-    def _inspect(self, paths: Sequence[Path], full: bool) -> list[Facts]:
+    def _inspect(self, paths: Sequence[Path], full: bool) -> Iterator[Facts]:
+        """Yield the facts of all files, chunk by chunk; each worker reads its share of a chunk."""
         rank, workers = (0, 1) if self.run is None else (self.run.rank, self.run.world_size)
         inspect_file = partial(inspect, settings=self.settings, full=full)
-        facts: list[Facts] = []
         bar = self._bar(len(paths))
         with ThreadPoolExecutor(THREADS if full else 1) as pool:
             size = workers * (FULL_CHUNK if full else CHUNK)
@@ -207,14 +206,12 @@ class FileCheck:
                 shares = [list(pool.map(inspect_file, chunk[rank::workers]))]
                 if self.run is not None:
                     shares = self.run.all_gather(shares[0])
-                facts += (
-                    shares[number % workers][number // workers] for number in range(len(chunk))
-                )
+                for number in range(len(chunk)):
+                    yield shares[number % workers][number // workers]
                 if bar is not None:
                     bar.update(len(chunk))
         if bar is not None:
             bar.close()
-        return facts
 
     def _bar(self, total: int) -> tqdm[Any] | None:
         if not (sys.stderr.isatty() if self.run is None else self.run.has_terminal):

@@ -13,7 +13,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -247,10 +247,14 @@ class Config:
         nothing: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **nothing)
 
-    @property
+    @cached_property  # each step asks for it
     def skipped_steps(self) -> tuple[range, ...]:
         """The steps of `skip_batches`."""
         return _ranges(self.skip_batches)
+
+    def skips(self, step: int) -> bool:
+        """Return whether `skip_batches` leaves out the batch of a step."""
+        return bool(self.skipped_steps) and any(step in steps for steps in self.skipped_steps)
 
     @property
     def snapshot_steps(self) -> int | None:
@@ -378,10 +382,9 @@ def _interval(text: str | None) -> tuple[int | None, float | None]:
     return (None, 60.0 * int(match[1])) if match[2] else (int(match[1]), None)
 
 
-@cache
 def _ranges(text: str | None) -> tuple[range, ...]:
     ranges = []
-    for part in (text or "").split(",") if text is not None else ():
+    for part in text.split(",") if text is not None else ():
         match = re.fullmatch(r"\s*(\d{1,18}):(\d{1,18})\s*", part)
         if match is None or int(match[1]) >= int(match[2]):
             expected = "steps FIRST:END with FIRST below END, such as 5000:5001 or 10:12,40:41"

@@ -94,7 +94,8 @@ class Evaluation:
         blocks = []
         divisors: list[Tensor] = []  # of the cross-entropies of all own blocks, float64 [] each
         numbers: list[int] = []  # of the blocks, for each divisor
-        with self._noted_means() if count is None else nullcontext():
+        noted = noted_mean_cross_entropies(lambda *pair: self._means.append(pair))
+        with noted if count is None else nullcontext():
             for block, returned in self._outputs(fn, model):
                 own_divisors = self._divisors_of(returned)
                 divisors += own_divisors
@@ -104,7 +105,7 @@ class Evaluation:
                 blocks.append((items, *self._results(returned)))
         values = [value for _, scalars, _ in blocks for value in scalars.values()]
         # float64 values of the tensors, in the order of `values`: [value] or [sum, entries]
-        tensors = [value for value in values if _is_tensor(value)]
+        tensors = [value for value in values if isinstance(value, Tensor)]
         read = iter(read_together([*divisors, *tensors]))
         by_block: dict[int, list[float]] = {}
         for number in numbers:
@@ -113,7 +114,7 @@ class Evaluation:
             (
                 items,
                 {
-                    name: _of_json(next(read)) if _is_tensor(value) else value
+                    name: _number(next(read)) if isinstance(value, Tensor) else value
                     for name, value in scalars.items()
                 },
                 sorted(metrics),  # JSON holds only their names; `merged_values` sends the metrics
@@ -146,12 +147,6 @@ class Evaluation:
             merged_values(self._world, self._own_blocks, self._blocks, metrics) if expected else {}
         )
         return unique(Means(results), merged)
-
-    @contextmanager
-    def _noted_means(self) -> Iterator[None]:
-        """Note the mean cross-entropies of each block, and what they are divided by."""
-        with noted_mean_cross_entropies(lambda *pair: self._means.append(pair)):
-            yield
 
     def _divisors_of(self, returned: Any) -> list[Tensor]:
         """Return what the mean cross-entropies that `fn` returned for a block are divided by.
@@ -298,11 +293,7 @@ def _named(returned: Any) -> dict[str, Any]:
     return {"loss": returned}
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _of_json(values: list[float]) -> float | list[float]:
+def _number(values: list[float]) -> float | list[float]:
     return values if len(values) > 1 else values[0]
 
 

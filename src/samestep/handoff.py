@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any, Final
 
 from samestep.host import anonymous_file, anonymous_memory, set_size
+from samestep.user_code import is_of_package
 
 TERMINAL: Final = "SAMESTEP_INTERNAL_TERMINAL"  # "1" if the launcher's stderr is a terminal
 ATTEMPT: Final = "SAMESTEP_INTERNAL_ATTEMPT"  # the attempt number, from 0
@@ -29,12 +30,8 @@ _PAGE: Final = mmap.PAGESIZE
 # the board's first page: the step, whether the run is under way, whether it uses NCCL, whether it
 # has finished, and the path of the run's directory; its second page: the line on the terminal
 _STEP: Final = struct.Struct("<q")
-_UNDER_WAY: Final = struct.Struct("<?")
-_NCCL: Final = struct.Struct("<?")
-_NCCL_AT: Final = _STEP.size + _UNDER_WAY.size
-_FINISHED: Final = struct.Struct("<?")
-_FINISHED_AT: Final = _NCCL_AT + _NCCL.size
-_PATH_AT: Final = _FINISHED_AT + _FINISHED.size
+_UNDER_WAY_AT, _NCCL_AT, _FINISHED_AT, _PATH_AT = range(_STEP.size, _STEP.size + 4)
+_NO, _YES = b"\0", b"\1"
 _NO_RUN: Final = -1
 _MAX_MODULES: Final = 1 << 20  # maximum size of the modules' names, in bytes
 
@@ -107,8 +104,8 @@ class LauncherState:
     def report_start(self, directory: str, step: int) -> None:
         """Record that a run began in a directory (full path, "" for none), so it can be resumed."""
         path = os.fsencode(directory) + b"\0"
-        os.pwrite(self.board, _FINISHED.pack(False) + path, _FINISHED_AT)
-        os.pwrite(self.board, _STEP.pack(step) + _UNDER_WAY.pack(True), 0)
+        os.pwrite(self.board, _NO + path, _FINISHED_AT)
+        os.pwrite(self.board, _STEP.pack(step) + _YES, 0)
 
     def report_step(self, step: int) -> None:
         """Record the number of completed steps."""
@@ -128,13 +125,12 @@ class LauncherState:
 
     def report_finish(self) -> None:
         """Record that the run has finished."""
-        os.pwrite(self.board, _FINISHED.pack(True), _FINISHED_AT)
+        os.pwrite(self.board, _YES, _FINISHED_AT)
 
     @property
     def has_finished(self) -> bool:
         """Whether the last run has finished."""
-        (finished,) = _FINISHED.unpack(os.pread(self.board, _FINISHED.size, _FINISHED_AT))
-        return bool(finished)
+        return self._has(_FINISHED_AT)
 
     @property
     def step(self) -> int | None:
@@ -199,24 +195,25 @@ class LauncherState:
 
     def begin_attempt(self) -> None:
         """Record that workers are being started and have not begun the run."""
-        os.pwrite(self.board, _UNDER_WAY.pack(False) + _NCCL.pack(False), _STEP.size)
+        os.pwrite(self.board, _NO + _NO, _UNDER_WAY_AT)
         self.report_line("", 0)
 
     def report_nccl(self) -> None:
         """Record that the workers of this attempt exchange through NCCL."""
-        os.pwrite(self.board, _NCCL.pack(True), _NCCL_AT)
+        os.pwrite(self.board, _YES, _NCCL_AT)
 
     @property
     def uses_nccl(self) -> bool:
         """Whether the workers of the current attempt exchange through NCCL."""
-        (uses,) = _NCCL.unpack(os.pread(self.board, _NCCL.size, _NCCL_AT))
-        return bool(uses)
+        return self._has(_NCCL_AT)
 
     @property
     def is_under_way(self) -> bool:
         """Whether the workers of the current attempt have begun the run."""
-        (under_way,) = _UNDER_WAY.unpack(os.pread(self.board, _UNDER_WAY.size, _STEP.size))
-        return bool(under_way)
+        return self._has(_UNDER_WAY_AT)
+
+    def _has(self, flag: int) -> bool:
+        return os.pread(self.board, 1, flag) == _YES
 
     def report_modules(self) -> None:
         """Record this process's modules from installed packages, in import order."""
@@ -224,7 +221,7 @@ class LauncherState:
         names = [
             name
             for name, module in modules.items()
-            if "-packages" in (getattr(module, "__file__", None) or "")
+            if is_of_package(getattr(module, "__file__", None) or "")
         ]
         os.pwrite(self.modules, json.dumps(names).encode(), 0)
 

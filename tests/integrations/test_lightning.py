@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import samestep as ss
 from samestep.cli import main
+from samestep.errors import LossError
 from samestep.integrations.lightning import fit
 from tests.docs.blocks import ROOT, blocks_of
 from tests.integrations import lightning_job as job
@@ -204,7 +205,7 @@ def refuse():
         (Hooked, job.Data, "Hooked.on_after_backward would have no effect"),
         (Stepped, job.Data, "Stepped.optimizer_step would have no effect"),
         (Summed, job.Data, "means over samples"),
-        (Counted, job.Data, "training_step updated a torchmetrics object.*on_epoch=True"),
+        (Counted, job.Data, "the loss function updated model.accuracy, a MulticlassAccuracy"),
         (LoggedMetric, job.Data, "training_step got a metric.*on_epoch=True"),
         (Computed, job.Data, "validation_step updated a torchmetrics object"),
         (job.Net, Sampled, "got WeightedRandomSampler"),
@@ -212,7 +213,8 @@ def refuse():
         (job.Net, Initialized, "worker_init_fn of val_dataloader would have no effect"),
     ]
     for net, data, message in cases:
-        with pytest.raises(ss.ConfigError, match=message), ss.init(lanes=2) as run:
+        error = LossError if net is Counted else ss.ConfigError
+        with pytest.raises(error, match=message), ss.init(lanes=2) as run:
             fit(net(), data(), run=run, max_epochs=1)
 
 

@@ -136,6 +136,24 @@ def test_the_next_start_reads_only_what_changed(files, tmp_path, monkeypatch):
         assert (reads(), reads()) == (6, 0)
 
 
+def test_an_interrupted_check_keeps_what_it_has_read(files, tmp_path, monkeypatch):
+    read = []
+
+    def interrupted(path, **options):
+        read.append(path)
+        if len(read) == 6:
+            raise KeyboardInterrupt
+        return inspect(path, **options)
+
+    monkeypatch.setattr(recipes.file_check, "CHUNK", 2)
+    monkeypatch.setattr(recipes.file_check, "inspect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        skip(files, tmp_path / "run")
+    assert len(read) == 6
+    skip(files, tmp_path / "run")
+    assert read[6:] == files["val"][1:]  # the chunk that was not complete
+
+
 def test_copies_are_reported_within_a_part_and_between_parts(files):
     shutil.copy(files["train"][0], files["train"][2])
     shutil.copy(files["train"][1], files["val"][1])

@@ -193,7 +193,7 @@ def test_updates_that_no_run_writes_are_ignored(event):
     assert not updates.norms
 
 
-def test_batches_that_are_left_out_have_no_norm(tmp_path, capfd):
+def test_batches_that_are_left_out_have_no_norm(tmp_path, capfd, caplog):
     options = {"system_every": None, "snapshot_every": None}
     skipped = range(2, 3 + hints.ZERO_STEPS)
     with ss.init(lanes=2, dir=tmp_path, skip_batches=f"2:{skipped.stop}", **options) as run:
@@ -202,10 +202,11 @@ def test_batches_that_are_left_out_have_no_norm(tmp_path, capfd):
             run.backward(classify, model, batch)
             run.clip_grad_norm(model, 1.0)
             model.zero_grad()
-        assert run._progress.skipped_steps == [*skipped]
+        assert run._progress.skipped.steps == [*skipped]
     events = [event for event in read_events(tmp_path) if event["event"] == "timing"]
     assert ["norms" in event for event in events] == [True, True, *[False] * len(skipped)]
     assert "hint:" not in capfd.readouterr().err
+    assert caplog.text.count("skipped a batch") == 1  # one line for the range
 
 
 def test_a_run_records_rates_and_norms_and_ends_with_hints(tmp_path, capfd):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.record import open_record, read_events
 from samestep.run.alerts import QUIET_STEPS, WARM_UP, LossAlerts
@@ -19,8 +20,8 @@ class Watched:
     def __init__(self, directory, *, is_main=True, **options):
         self.kept, self.step = [], 0
         record = open_record(directory, writes=is_main)
-        options = {"only_nonfinite": False, **options}
-        self.alerts = LossAlerts(record, directory, self.kept.append, is_main=is_main, **options)
+        config = Config(dir=directory, **options)
+        self.alerts = LossAlerts(record, config, self.kept.append, is_main=is_main)
 
     def add(self, *losses, count=1, call=0, **options):
         """Return the advice of the alert about a step with the losses of its lanes."""
@@ -105,8 +106,8 @@ def test_only_the_main_worker_records_and_all_get_the_text(tmp_path):
 
 
 def test_steps_that_are_left_out_and_scaled_losses_are_no_alerts(tmp_path):
-    left_out = Watched(tmp_path, left_out=[range(WARM_UP, WARM_UP + 1)])
-    scaled = Watched(tmp_path, only_nonfinite=True)
+    left_out = Watched(tmp_path, skip_batches=f"{WARM_UP}:{WARM_UP + 1}")
+    scaled = Watched(tmp_path, precision="float16")
     for each in (left_out, scaled):
         each.warm_up()
     assert left_out.add(1.0, math.nan) == ""

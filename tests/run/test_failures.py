@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 import samestep as ss
 from samestep.record import read_history
-from samestep.run import progress
+from samestep.run import alerts
 from tests.bits import bits
 from tests.faults import full_disk, kill_at
 from tests.jobs import STEPS, events, fit, image_job, left_by, snapshots, train
@@ -391,7 +391,7 @@ def test_a_batch_with_a_nonfinite_loss_is_skipped_on_all_workers(value, tmp_path
 
 
 def test_a_resumed_run_knows_what_was_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "MOST_SKIPPED", 3)
+    monkeypatch.setattr(alerts, "MOST_SKIPPED", 3)
 
     def job(run):
         return fit_numbers(run, lambda model, numbers: model(numbers).mean() * math.inf)

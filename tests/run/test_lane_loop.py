@@ -264,6 +264,14 @@ def meter_in_a_lane(run, model, optimizer, batch):
         meters["loss"].update(loss.item(), len(inputs))
 
 
+def patience_in_a_lane(run, model, optimizer, batch):
+    patience = ss.Patience(100)
+    for inputs, labels in batch.lanes(model):
+        loss = F.cross_entropy(model(inputs), labels)
+        batch.backward(loss)
+        patience.step(loss.item())
+
+
 def totals_in_a_lane(run, model, optimizer, batch):
     totals = {"loss": 0.0}
     for inputs, labels in batch.lanes(model):
@@ -348,6 +356,7 @@ def with_an_unknown_reduction(run, model, optimizer, batch):
         (tensor_in_a_lane, LossError, "a lane changed the tensor"),
         (total_in_a_lane, LossError, r"changed running_loss, which .* running_loss=\.\.\."),
         (meter_in_a_lane, LossError, r"lanes updated meters\['loss'\], a AverageMeter"),
+        (patience_in_a_lane, LossError, "lanes updated patience, a Patience"),
         (
             totals_in_a_lane,
             LossError,

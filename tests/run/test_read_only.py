@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import samestep as ss
 from samestep.errors import ConfigError, SnapshotError
 from samestep.record.files import DirectoryLock
-from samestep.run import session
+from samestep.run.start import Start
 from samestep.snapshot.read import list_snapshots, remove
 from tests.jobs import STEPS, Net, image_job, images, train
 from tests.workers import run_workers
@@ -85,20 +85,20 @@ def test_a_remote_run_is_evaluated_without_a_directory(finished, tmp_path, monke
 
 
 def test_snapshots_that_the_run_removes_meanwhile_are_no_error(finished, tmp_path, monkeypatch):
-    directory, find = tmp_path / "run", session.find_snapshot
+    directory, find = tmp_path / "run", Start._find
     shutil.copytree(finished / "run", directory)
     *others, newest = list_snapshots(directory)
     later = newest.rename(tmp_path / newest.name)
 
-    def find_late(*args, **options):
+    def find_late(*args):
         if later.exists():  # the run goes on before the first snapshot is read
             for path in others:
                 remove(path)
             later.rename(newest)
             raise SnapshotError("there is none of those that were listed")
-        return find(*args, **options)
+        return find(*args)
 
-    monkeypatch.setattr(session, "find_snapshot", find_late)
+    monkeypatch.setattr(Start, "_find", find_late)
     assert evaluate(dir=directory)[0] == STEPS
 
 

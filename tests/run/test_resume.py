@@ -17,7 +17,7 @@ import samestep as ss
 from samestep.config import Config
 from samestep.record import read_history
 from samestep.run import session
-from samestep.run.process import differences, environment_of_results
+from samestep.run.environment import differences, environment_of_results
 from tests.faults import cut, flip_byte, kill_at
 from tests.jobs import (
     STEPS,

@@ -11,7 +11,7 @@ import torch
 
 import samestep as ss
 from samestep.errors import SnapshotError
-from samestep.run.process import differences
+from samestep.run.environment import differences
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import check, inspect, load
 from tests.security.hostile import ESCAPE, TERABYTE, run_limited

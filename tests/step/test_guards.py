@@ -12,7 +12,8 @@ from torch.autograd import Variable, backward
 
 import samestep as ss
 from samestep.errors import LossError, OptimizerError, WorldError
-from samestep.step.guards import ManualGradients, MetricGuard, check_same_call
+from samestep.step.guards import ManualGradients, check_same_call
+from samestep.step.metric_guard import MetricGuard
 from tests.workers import run_workers
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.errors import LossError
+from samestep.snapshot.state import copy_plain
 from samestep.step.lane_state import LaneState
 from tests.workers import run_workers
 
@@ -209,7 +210,9 @@ def test_a_hidden_float_that_a_lane_keeps_is_a_number_again():
     assert kept[-1] + 1 > kept[-1]
     copied = pickle.loads(pickle.dumps(kept))
     assert copied == kept
-    assert {type(value) for value in copied} == {float}
+    saved = copy_plain(kept, "a snapshot")
+    assert saved == kept
+    assert {type(value) for value in copied + saved} == {float}
 
 
 def late(calls, state):

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import samestep as ss
@@ -201,6 +202,25 @@ def test_an_alert_is_compared_with_the_losses_of_its_call(call, word, tmp_path):
     (line,) = report._compare_alert()
     assert line.startswith(f"losses of the alert: {word}")
     assert report.differs == (call == 1)
+
+
+def test_a_loss_of_the_whole_batch_blames_no_lane(tmp_path, monkeypatch, capfd):
+    request = Request(0, str(tmp_path))
+    monkeypatch.setenv(*next(iter(request.environment.items())))
+    with ss.init(lanes=2) as run:
+        model = run.replicate(torch.nn.Linear(3, 2))
+        for batch in run.batches(torch.randn(8, 3), 8, steps=1):
+            embed = lambda model, points: model(points)  # noqa: E731
+            run.backward(lambda _, rows: rows.std(), model, batch, embed=embed)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "replay-0.json").read_text())["worst"] == [[0, None]]
+    report = Report(RecordedRun(tmp_path, 0, {}, None, 0, 0), tmp_path, request)
+    monkeypatch.setattr(report, "_compare", list)
+    capfd.readouterr()
+    report.print(1)
+    printed = capfd.readouterr().out
+    assert printed.count("does not tell which samples are to blame; --lane shows those") == 1
+    assert "most unusual" not in printed
 
 
 def test_a_step_that_the_run_skipped_is_shown_and_skipped_again(replay, tmp_path):

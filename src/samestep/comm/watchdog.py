@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -18,11 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
-
-import torch
 
 from samestep.comm.mesh import StatusBoard, boards
 from samestep.comm.status import (
@@ -39,6 +35,7 @@ from samestep.comm.status import (
 from samestep.comm.store import StoreClient
 from samestep.errors import FAILED_FIRST, HangError, WorldError
 from samestep.host import RunningClock, kernel_id
+from samestep.user_code import is_callers
 
 Value = TypeVar("Value")
 OnStall = Callable[[str | None], object]
@@ -58,10 +55,6 @@ LINGER_SECONDS: Final = 1.5  # for others to read a failure before the store end
 CLOSE_SECONDS: Final = 0.2
 MAX_FRAMES: Final = 12
 MAX_FRAME: Final = 1000  # characters, so that a status fits on its board
-OWN: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
-# site-packages may be below the standard library
-STANDARD, INSTALLED = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-LOADER: Final = "dataloader.py"  # torch's: shown, because the worker waits for loader processes
 
 GARBAGE: Final = (TypeError, ValueError)  # caused by another program's values in the store
 
@@ -412,13 +405,5 @@ def _stack(thread: int) -> list[str]:
     """Return the stack of a thread: the user's own frames, and the innermost one."""
     # the only way to see another thread's frames
     frames = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001
-    relevant = [*filter(is_users, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
+    relevant = [*filter(is_callers, frames[:-1]), *frames[-1:]][-MAX_FRAMES:]
     return [text[:MAX_FRAME] for text in traceback.format_list(relevant)]
-
-
-def is_users(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame is of user code or its packages, not of samestep, torch or Python."""
-    file = frame.filename
-    return file.endswith(LOADER) or (
-        not file.startswith(OWN) and (file.startswith(INSTALLED) or not file.startswith(STANDARD))
-    )

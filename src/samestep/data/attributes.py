@@ -19,9 +19,10 @@ from zipfile import ZipFile
 
 import torch
 
-from samestep.data.generators import Reference, is_installed, own_dict, walk
+from samestep.data.generators import Reference, own_dict, walk
 from samestep.errors import DataError
 from samestep.torch_internals import versions_of
+from samestep.user_code import is_installed
 
 MOST_OWNERS: Final = 64  # objects whose attributes are compared
 MOST_FILES: Final = 64

@@ -8,7 +8,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
 from numbers import Number
@@ -21,6 +21,7 @@ import torch
 
 from samestep.data.generators import ForeignGenerators
 from samestep.data.lane_loop import LaneLoop, carried_names
+from samestep.data.nested import mapped, parts_of
 from samestep.data.origin import Origin
 from samestep.data.plan import check_end
 from samestep.data.random_state import key, keyed
@@ -230,14 +231,14 @@ def samples_in(batch: Any, planned: int | None, where: str, *, is_exact: bool = 
     if planned in lengths:
         return planned
     if isinstance(batch, tuple):  # `inputs, targets` more likely than samples
-        common_lengths = _common_lengths(_parts(batch).values())
+        common_lengths = _common_lengths(parts_of(batch).values())
         lengths = lengths if common_lengths is None else common_lengths
     if len(lengths) == 1:
         return lengths.pop()
     if lengths:
         problem = f"it can be read as {' or '.join(map(str, sorted(lengths)))} samples"
     else:
-        named = {name: _lengths(part) for name, part in _parts(batch).items()}
+        named = {name: _lengths(part) for name, part in parts_of(batch).items()}
         part_lengths = [
             f"{name!r}: {' or '.join(map(str, sorted(n)))}" for name, n in named.items() if n
         ]
@@ -254,7 +255,7 @@ def _lengths(batch: Any) -> set[int] | None:
         return None
     if hasattr(batch, "shape"):
         return {int(batch.shape[0])} if len(batch.shape) else None
-    parts = _parts(batch)
+    parts = parts_of(batch)
     lengths = _common_lengths(parts.values())
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         kinds = {_kind(part) for part in batch if part is not None}
@@ -262,16 +263,6 @@ def _lengths(batch: Any) -> set[int] | None:
     if isinstance(batch, Mapping) or parts:
         return lengths
     return {len(batch)} if hasattr(batch, "__len__") else None
-
-
-def _parts(batch: Any) -> dict[Any, Any]:
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return dict(zip(batch._fields, batch, strict=True))
-    if isinstance(batch, (list, tuple)):
-        return dict(enumerate(batch))
-    return vars(batch) if is_dataclass(batch) and not hasattr(batch, "__len__") else {}
 
 
 def _common_lengths(parts: Iterable[Any]) -> set[int] | None:
@@ -315,19 +306,6 @@ def begin_to_host(batch: Any) -> Callable[[], Any]:
         return mapped(begun, lambda part: part.clone() if _is_pinned(part) else part.to("cpu"))
 
     return end
-
-
-def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
-    """Return a batch with `move` of every tensor, and of other objects with a method `to`."""
-    if hasattr(batch, "to"):
-        return move(batch)
-    if isinstance(batch, dict):
-        return type(batch)((name, mapped(value, move)) for name, value in batch.items())
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(value, move) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(mapped(value, move) for value in batch)
-    return batch
 
 
 class BatchCopier:

@@ -35,6 +35,7 @@ from numpy.random import mtrand
 
 from samestep.data.random_state import key, keyed, set_generators
 from samestep.torch_internals import MODULE_ATTRIBUTES, submodules_in
+from samestep.user_code import is_installed, is_users
 
 T = TypeVar("T")
 
@@ -54,7 +55,6 @@ _PLAIN: Final = (
 )  # fmt: skip
 _METHODS: Final = ("set_random_seed", "set_random_state")  # of albumentations, MONAI
 _OPAQUE: Final = {*sys.stdlib_module_names, "samestep"}  # modules of objects with own attributes
-INSTALLED: Final = (str(Path(os.__file__).parent), "<frozen")
 
 
 class Reference(NamedTuple):
@@ -204,9 +204,9 @@ def find_state(**roots: Any) -> Found:
     for _ in range(MOST_OBJECTS):
         if not queue:
             break
-        reference, is_users = queue.popleft()
+        reference, is_of_user = queue.popleft()
         value = reference.value()
-        if isinstance(value, torch.Tensor) or (type(value) is float and is_users):
+        if isinstance(value, torch.Tensor) or (type(value) is float and is_of_user):
             if not isinstance(reference.owner, (tuple, GeneratorType)):
                 (found.tensors if isinstance(value, torch.Tensor) else found.floats).append(
                     reference
@@ -217,22 +217,11 @@ def find_state(**roots: Any) -> Found:
                 if reference.key not in MODULE_ATTRIBUTES:
                     found.containers.append(value)
             elif type(value).__module__ != "builtins":  # not functions and methods
-                is_users = not is_installed(type(value))
+                is_of_user = not is_installed(type(value))
                 found.containers.append(own_dict(value))
             if len(queue) < MOST_OBJECTS:
-                queue += ((part, is_users) for part in _parts(reference.name, value))
+                queue += ((part, is_of_user) for part in _parts(reference.name, value))
     return found
-
-
-def is_installed(kind: type) -> bool:
-    """Return whether a class is part of Python or of an installed package."""
-    module = sys.modules.get(kind.__module__)
-    return kind.__module__ == "builtins" or is_installed_file(getattr(module, "__file__", None))
-
-
-def is_installed_file(path: str | None) -> bool:
-    """Return whether a file of code is part of Python or of an installed package."""
-    return path is not None and (path.startswith(INSTALLED) or "-packages" in path)
 
 
 def seed(generator: Any, value: int) -> None:
@@ -375,7 +364,7 @@ def own_dict(value: Any) -> dict[str, Any]:
 def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
     """Yield what a function of the user, not of a package, can reach."""
     code = function.__code__
-    if is_installed_file(code.co_filename):
+    if not is_users(code.co_filename):
         return
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if free != "__class__":
@@ -392,7 +381,7 @@ def global_references(name: str, value: Any) -> Iterator[Reference]:
     if type(value).__module__.partition(".")[0] not in _OPAQUE:
         members += [member for kind in type(value).__mro__ for member in vars(kind).values()]
     for member in members:
-        if isinstance(member, FunctionType) and not is_installed_file(member.__code__.co_filename):
+        if isinstance(member, FunctionType) and is_users(member.__code__.co_filename):
             yield from _all_globals(member.__code__, member.__globals__, name)
 
 

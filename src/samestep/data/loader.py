@@ -336,15 +336,24 @@ def compared(use: Use, number: int) -> Request:
     return Request(f"samples of {use.where}", use.indices(number), key_of_draws, compared_loads=1)
 
 
-def load_again(dataset: Any, request: Request, loader_workers: int, loads: int) -> Any:
-    """Return the answer to a request for several loads of the compared samples.
+def load_now(
+    dataset: Any,
+    request: Request,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    loader_workers: int,
+) -> Any:
+    """Return the answer to a request: from a process of its own if `loader_workers` load others.
 
-    A loader process loads them if `loader_workers` do: data sets open files there.
+    Data sets open files there.
     """
-    requests = [request._replace(compared_loads=loads)]
-    workers = min(1, loader_workers)
-    (answer,) = load(dataset, requests, collate_fn=None, loader_workers=workers, pin_memory=False)
+    options: dict[str, Any] = {"collate_fn": collate_fn, "loader_workers": min(1, loader_workers)}
+    (answer,) = load(dataset, [request], pin_memory=False, **options)
     return answer
+
+
+def load_again(dataset: Any, request: Request, loader_workers: int, loads: int) -> Any:
+    """Return the answer to a request for several loads of the compared samples."""
+    return load_now(dataset, request._replace(compared_loads=loads), None, loader_workers)
 
 
 @dataclass(frozen=True)
@@ -364,11 +373,9 @@ class LaneSource:
         return Request(where, indices, key(self.seed, "fetch", epoch, step, lane))
 
     def load(self, epoch: int, step: int, lane: int) -> Any:
-        """Load a lane's batch now, where other batches are loaded: here or in a process."""
-        requests, workers = [self.request(epoch, step, lane)], min(1, self.loader_workers)
-        options: dict[str, Any] = {"collate_fn": self.collate_fn, "loader_workers": workers}
-        (data,) = load(self.dataset, requests, pin_memory=False, **options)
-        return data
+        """Load a lane's batch now, where other batches are loaded."""
+        request = self.request(epoch, step, lane)
+        return load_now(self.dataset, request, self.collate_fn, self.loader_workers)
 
 
 def plan_batches(

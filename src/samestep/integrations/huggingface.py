@@ -28,8 +28,8 @@ from transformers.trainer_utils import (
 from samestep.data.batch import Batch
 from samestep.data.loader import size_of
 from samestep.errors import ConfigError
+from samestep.integrations.common import check_devices, shard_if_elementwise, steps_per_epoch
 from samestep.run import Run
-from samestep.step.shard import ELEMENTWISE
 
 # Arguments that must keep their default, and what to do instead.
 REFUSED: Final = {
@@ -177,8 +177,8 @@ class Trainer(transformers.Trainer):
         run, args, handler = self.run, self.args, self.callback_handler
         loader = self.get_train_dataloader()
         samples, batch_size = size_of(loader.dataset), args.train_batch_size * run.lanes
-        full_steps, rest = divmod(samples, batch_size)
-        per_epoch = max(1, full_steps + (rest > 0 and not args.dataloader_drop_last))
+        drop_last = args.dataloader_drop_last
+        per_epoch = max(1, steps_per_epoch(samples, batch_size, drop_last=drop_last))
         max_steps = args.max_steps
         if max_steps <= 0:
             max_steps = math.ceil(args.num_train_epochs * per_epoch)
@@ -193,7 +193,7 @@ class Trainer(transformers.Trainer):
             batch_size,
             steps=first_step if self._stopped else max_steps,
             shuffle=getattr(args, "train_sampling_strategy", "random") != "sequential",
-            drop_last=args.dataloader_drop_last,
+            drop_last=drop_last,
             collate_fn=partial(_collate, loader.collate_fn),
             loader_workers=args.dataloader_num_workers,
         )
@@ -231,8 +231,7 @@ class Trainer(transformers.Trainer):
         """Create the optimizer, the scheduler and the state, and restore them on a resume."""
         run, handler = self.run, self.callback_handler
         self.create_optimizer()
-        if type(self.optimizer) in ELEMENTWISE:
-            run.shard(self.optimizer)
+        shard_if_elementwise(run, self.optimizer)
         self.create_scheduler(num_training_steps=max_steps, optimizer=self.optimizer)
         handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.state = TrainerState(
@@ -475,10 +474,7 @@ def _check(args: TrainingArguments, run: Run, kind: type) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(part in optimizer for part in NOT_SUPPORTED):
         raise ConfigError(f"optim={optimizer!r} updates parameters on its own; use another one")
-    if len(run.devices) > 1:
-        raise ConfigError(
-            f"the Trainer needs one device per worker, got {len(run.devices)}; start more workers"
-        )
+    check_devices(run, "the Trainer")
     for name in NOT_CALLED:
         if getattr(kind, name) is not getattr(transformers.Trainer, name):
             raise ConfigError(

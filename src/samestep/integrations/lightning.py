@@ -18,10 +18,10 @@ from torchmetrics import Metric
 
 from samestep.data.loader import size_of
 from samestep.errors import ConfigError
+from samestep.integrations.common import check_devices, shard_if_elementwise, steps_per_epoch
 from samestep.metrics import as_metric
 from samestep.run import Run
 from samestep.step.lane_pass import Count
-from samestep.step.shard import ELEMENTWISE
 
 # Hooks that `fit` calls, or that belong to the module's own use of data.
 CALLED: Final = frozenset(
@@ -206,16 +206,16 @@ class Trainer:
         """Train to the last epoch."""
         run, module = self._run, self._module
         dataset, batch_size, options = _data(training, "train_dataloader")
-        full_steps, rest = divmod(size_of(dataset), batch_size)
-        per_epoch = self.num_training_batches = full_steps + (rest > 0 and not options["drop_last"])
+        size = size_of(dataset)
+        per_epoch = steps_per_epoch(size, batch_size, drop_last=options["drop_last"])
+        self.num_training_batches = per_epoch
         if validation is not None:
             _data(validation, "val_dataloader")
         module.to(run.device)
         module.configure_model()
         run.replicate(module)
         optimizer, scheduler = _optimizer(module)
-        if type(optimizer) in ELEMENTWISE:
-            run.shard(optimizer)
+        shard_if_elementwise(run, optimizer)
         run.track(model=module, optimizer=optimizer, trainer=self)
         if scheduler is not None:
             run.track(scheduler=scheduler.scheduler)
@@ -239,7 +239,7 @@ class Trainer:
             optimizer.zero_grad()
             self.global_step = loop.step
             self._check_metrics("training_step", IN_TRAINING)
-            samples = batch_size if index < full_steps else rest
+            samples = min(batch_size, size - index * batch_size)
             for name, mean in means.items():
                 total, earlier = self._sums.get(name, (0.0, 0))
                 self._sums[name] = [total + mean * samples, earlier + samples]
@@ -331,8 +331,7 @@ def _check(module: LightningModule, datamodule: Any, run: Run) -> None:
             f"{name} uses manual optimization (automatic_optimization=False), which needs the loop "
             "of Lightning; write the loop with run.backward, as in docs/moving.md"
         )
-    if len(run.devices) > 1:
-        raise ConfigError(f"fit needs one device per worker, got {len(run.devices)}")
+    check_devices(run, "fit")
     bases = (ModelHooks, DataHooks, CheckpointHooks)
     hooks = {hook for base in bases for hook in vars(base) if not hook.startswith("_")} | {*OWN}
     hooks = {hook for hook in hooks - CALLED if not hook.startswith(NOT_OF_FIT)}

@@ -1,4 +1,4 @@
-"""Alerts about losses that are not finite or unusually high: their lane, samples and snapshot."""
+"""Losses that are not finite or unusually high: alerts about them, and steps that they skip."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from samestep.config import Config
 from samestep.data.batch import Batch
+from samestep.errors import NonFiniteLossError
 from samestep.masking import mask_words
 from samestep.record import Record
 from samestep.run.process import announce
@@ -24,6 +26,7 @@ LEAST_DEVIATION: Final = 0.01  # of the mean, for losses that hardly change
 QUIET_STEPS: Final = 1000  # between two alerts of unusual losses
 SHOWN_SAMPLES: Final = 4
 MOST_SAMPLES: Final = 64
+MOST_SKIPPED: Final = 100  # steps in a row
 
 
 class Usual:
@@ -69,16 +72,13 @@ class LossAlerts:
     def __init__(
         self,
         record: Record,
-        directory: Path | None,
+        config: Config,
         keep_snapshot: Callable[[str], object],
         *,
         is_main: bool,
-        only_nonfinite: bool,
-        left_out: Sequence[range] = (),
     ) -> None:
-        """With `only_nonfinite`, no finite loss is unusual. Steps `left_out` cause no alert."""
-        self._record, self._directory, self._keep_snapshot = record, directory, keep_snapshot
-        self._is_main, self._only_nonfinite, self._left_out = is_main, only_nonfinite, left_out
+        self._record, self._config, self._keep_snapshot = record, config, keep_snapshot
+        self._is_main = is_main
         self._usual: dict[int, Usual] = {}  # by call in a step, such as those of a GAN
         self._last = -QUIET_STEPS
 
@@ -109,7 +109,7 @@ class LossAlerts:
         loss that `is_shared` by all lanes is that of the whole batch, so it blames no lane.
         """
         step, number = call
-        if not results or (self._left_out and any(step in steps for steps in self._left_out)):
+        if not results or self._config.skips(step):
             return ""
         losses: list[float] = [lane.metrics["loss"] for lane in results]
         if are_sums:
@@ -120,7 +120,8 @@ class LossAlerts:
             usual.is_new("")
             usual.add(loss)
             return ""
-        loss, worst = max(zip(losses, results, strict=True), key=_badness)
+        number_of_worst = worst_of(losses)
+        loss, worst = losses[number_of_worst], results[number_of_worst]
         mean, blamed = usual.mean, None if is_shared else worst
         if not math.isfinite(loss):
             is_new = usual.is_new("nonfinite")
@@ -128,7 +129,7 @@ class LossAlerts:
         is_new = usual.is_new("unusual" if loss > usual.limit else "")
         is_new = is_new and step >= self._last + QUIET_STEPS
         usual.add(loss)
-        if not is_new or self._only_nonfinite:
+        if not is_new or self._config.precision == "float16":  # a scaler changes losses
             return ""
         self._last = step
         return self._alert(batch, call, blamed, loss, results, mean)
@@ -151,8 +152,8 @@ class LossAlerts:
             more = f" and {len(samples) - SHOWN_SAMPLES} more" * (len(samples) > SHOWN_SAMPLES)
             advice = f"its samples are {', '.join(samples[:SHOWN_SAMPLES])}{more}"
         command = ""
-        if self._directory is not None:
-            command = replay_command(self._directory, step)
+        if self._config.dir is not None:
+            command = replay_command(self._config.dir, step)
             advice += f"{'; ' * bool(advice)}to look at it: {command}"
         if not self._is_main:
             return advice
@@ -179,8 +180,41 @@ class LossAlerts:
         return advice
 
 
-def _badness(pair: tuple[float, Any]) -> float:
-    return pair[0] if math.isfinite(pair[0]) else math.inf
+class SkippedSteps:
+    """The steps with a batch of which no gradient was used; `steps` are the same on all workers.
+
+    The state of the run has them, so a resumed run knows of them as well.
+    """
+
+    def __init__(self, config: Config, record: Record, steps: Iterable[int], is_main: bool) -> None:
+        self.steps = list(steps)
+        self._config, self._record, self._is_main = config, record, is_main
+
+    def add(self, step: int, reason: str) -> None:
+        """Note that a batch of a step was skipped: its position counts, but gives no gradient.
+
+        Raises `NonFiniteLossError` if too many steps in a row were skipped.
+        """
+        if step in self.steps[-1:]:
+            return
+        self.steps.append(step)
+        self._record.event("batch_skipped", step=step, reason=reason)
+        in_a_row, left_out = range(step - MOST_SKIPPED + 1, step + 1), self._config.skips
+        follows = left_out(step) and left_out(step - 1) and step - 1 in self.steps[-2:]
+        if self._is_main and not follows:  # one line for a range of skip_batches
+            announce(f"skipped a batch: {reason}", logging.WARNING)
+        if self.steps[-MOST_SKIPPED:] == [*in_a_row] and not any(map(left_out, in_a_row)):
+            raise NonFiniteLossError(
+                f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
+                " parameters are not finite either, resume from an earlier snapshot with a lower"
+                " learning rate"
+            )
+
+
+def worst_of(losses: Sequence[float]) -> int:
+    """Return the number of the first loss that is not finite, or of the highest."""
+    badness = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    return badness.index(max(badness))
 
 
 def replay_command(directory: Path, step: int) -> str:

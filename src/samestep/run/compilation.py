@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from samestep.comm.watchdog import is_users
 from samestep.run.process import announce
+from samestep.user_code import is_callers
 
 WAIT_SECONDS: Final = 5.0
 COMPILER: Final = re.compile(r"[/\\](torch[/\\]_(dynamo|inductor)|triton)[/\\]")
@@ -43,7 +43,7 @@ def _report(main: int) -> None:
     compiling = next(filter(_compiles, [stacks[main], *stacks.values()]), None)
     if compiling is None:
         return
-    callers = [*filter(is_users, compiling)] or [*filter(is_users, stacks[main])]
+    callers = [*filter(is_callers, compiling)] or [*filter(is_callers, stacks[main])]
     where = f" for {callers[-1].filename}:{callers[-1].lineno}" if callers else ""
     announce(f"the first step waits for torch, which has been compiling{where}")
 

@@ -15,6 +15,7 @@ from xxhash import xxh3_128
 
 from samestep.comm.base import World
 from samestep.data.generators import KINDS, can_seed, find, get_state, observe
+from samestep.data.nested import tensors_in
 from samestep.data.random_state import set_generators
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
@@ -147,20 +148,12 @@ def digest(state: Mapping[str, Any]) -> str:
 def _unique(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested state with their paths; skip aliases."""
     seen = set()
-    for path, tensor in _tensors(state):
+    for path, tensor in tensors_in(state, "/"):
         # tied parameters have the same memory
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if memory not in seen:
             seen.add(memory)
             yield path, tensor
-
-
-def _tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(state, Tensor):
-        yield path, state
-    elif isinstance(state, (dict, list, tuple)):
-        for name, part in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _tensors(part, f"{path}/{name}" if path else str(name))
 
 
 def _describe(sums: Sequence[str | None], hosts: Sequence[str]) -> str:

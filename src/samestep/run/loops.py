@@ -12,7 +12,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 from samestep.data.batch import Batch, BeginLanes, LaneStream, steps_left, stream_batches
 from samestep.data.plan import Plan, check_end, check_positive
 from samestep.errors import ConfigError, DataError
-from samestep.run.progress import Position, Progress
+from samestep.run.loop_states import Position
+from samestep.run.progress import Progress
 
 END_MISSING: Final = (
     "loop %r trains a second epoch, and samestep cannot know where a resumed run should stop: "
@@ -87,7 +88,7 @@ class Loop:
         progress.complete_left_step()
         self._progress, self._name, self._begin = progress, name, begin
         # of the snapshot, after a resume
-        self._position = progress.positions.setdefault(name, Position())
+        self._position = progress.loops.positions.setdefault(name, Position())
         self.step = self._position.done
 
     def _run(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -143,9 +144,9 @@ class PlannedLoop(Loop):
         self._batches, self._plan = batches, plan
         self._max_epochs, self._max_steps = epochs, steps
         self._ends_with_epoch = epochs is None and steps is None
-        if self._ends_with_epoch and self._position.step and name in progress.resumed_orders:
+        if self._ends_with_epoch and self._position.step and name in progress.loops.resumed_orders:
             # the order that the epoch has begun with, whatever the script computes it from now
-            plan.use_array(progress.resumed_orders[name])
+            plan.use_array(progress.loops.resumed_orders[name])
         self.steps_per_epoch = plan.steps_per_epoch
         self._check_plan(without="limit")
 
@@ -166,18 +167,18 @@ class PlannedLoop(Loop):
 
     def _check_end(self) -> None:
         """Warn once if user code counts epochs from 0 at every start, which trains too many."""
-        progress, at = self._progress, self._position
+        progress, at, loops = self._progress, self._position, self._progress.loops
         if progress.finished:
-            if self._name in progress.skipped_loops:
+            if self._name in loops.skipped:
                 raise ConfigError(AFTER_FINISH.format(self._name))
-            progress.skipped_loops.add(self._name)
-        elif self._name in progress.epoch_loops - progress.continued_loops and at.step:
-            progress.continued_loops.add(self._name)
+            loops.skipped.add(self._name)
+        elif self._name in loops.end_with_epoch - loops.continued and at.step:
+            loops.continued.add(self._name)
             advice = (self._name, at.step, self.steps_per_epoch, at.epoch, at.step)
             if progress.is_main:
                 logging.getLogger("samestep").warning(EPOCH_CONTINUES, *advice)
-        if self._name not in progress.epoch_loops:
-            progress.epoch_loops.add(self._name)
+        if self._name not in loops.end_with_epoch:
+            loops.end_with_epoch.add(self._name)
             progress.reads.discard("step")  # perhaps to do something once per run
         elif not progress.reads and progress.can_resume:
             progress.reads.add("epoch")
@@ -239,12 +240,12 @@ class PlannedLoop(Loop):
         if at.step == 0:
             # saved with the position, to compare after a resume
             at.plan = self._describe(at.epoch)
-            self._progress.resumed_orders.pop(self._name, None)
+            self._progress.loops.resumed_orders.pop(self._name, None)
             if self._ends_with_epoch and (array := self._plan.array) is not None:
-                self._progress.orders[self._name] = array
+                self._progress.loops.orders[self._name] = array
         epoch = super()._complete()
         if at.step == 0:
-            self._progress.orders.pop(self._name, None)
+            self._progress.loops.orders.pop(self._name, None)
         return epoch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -294,11 +295,11 @@ class StreamLoop(Loop):
         self._lanes = lanes
         self._streams = {lane: LaneStream(make_stream, name, lane, seed) for lane in lanes}
         # The snapshot has all lanes. This worker continues those that it has now.
-        resumed = progress.resumed_streams.get(name, {})
+        resumed = progress.loops.resumed_streams.get(name, {})
         for lane, stream in self._streams.items():
             if lane in resumed:
                 stream.load_state_dict(resumed[lane])
-        progress.streams[name] = self._streams  # snapshots save their states from here
+        progress.loops.streams[name] = self._streams  # snapshots save their states from here
         progress.begin_loop(name, steps=self.steps)
 
     def __iter__(self) -> Iterator[Batch]:

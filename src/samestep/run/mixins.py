@@ -153,7 +153,7 @@ class Recording:
         """
         values, low, high = scalars_of(means or {}, scalars)
         at = self._progress
-        with at.measuring("logging"):
+        with at.times.measuring("logging"):
             self._record.scalars(at.step, at.epoch, values, low, high, between=at.between_steps)
         if self.is_main and LOGGED in os.environ:
             report_logged(at.step, values)
@@ -174,7 +174,7 @@ class Recording:
         """
         if self.is_main and self.dir is not None:
             step, between = self._progress.step, self._progress.between_steps
-            with self._progress.measuring("logging"):
+            with self._progress.times.measuring("logging"):
                 self._record.image(step, name, pixels(image), between=between)
 
     def log_histogram(self, name: str, values: Any, *, grad: bool = False) -> None:
@@ -209,7 +209,7 @@ class Recording:
             raise RecordError(f"run.log_histogram expected {what} for {name!r}, got none{advice}")
         if self.dir is None:
             return
-        with self._progress.measuring("logging"):
+        with self._progress.times.measuring("logging"):
             self._add_histograms(name, tensors, parts)
 
     def _add_histograms(

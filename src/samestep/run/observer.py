@@ -19,17 +19,15 @@ from samestep.data.generators import (
     KINDS,
     can_seed,
     get_state,
-    is_installed,
-    is_installed_file,
     observe,
     walk,
 )
 from samestep.run.divergence import summary
 from samestep.snapshot.manifest import NAME
+from samestep.user_code import is_installed, is_users
 
 KILL: Final = "SAMESTEP_INTERNAL_KILL"  # "step rank" of a worker; set by samestep verify
 COMMIT_SECONDS: Final = 60.0  # for the snapshot before a kill
-PACKAGE: Final = str(Path(__file__).parents[1])
 LEAVES: Final = (
     bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor,
 )  # fmt: skip
@@ -72,8 +70,7 @@ def script_variables() -> dict[str, Any]:
     variables: dict[str, Any] = {}
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (there is no public way)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not (path.startswith(PACKAGE) or is_installed_file(path)):
+        if is_users(frame.f_code.co_filename):
             for names in (frame.f_locals, frame.f_globals):
                 for name, value in list(names.items()):
                     if not name.startswith("__"):

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import platform
-import re
-import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-import numpy as np
 import torch
 
 from samestep.cluster import ProcessInfo
@@ -32,21 +24,10 @@ from samestep.config import Config
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments, finished_directories
 from samestep.host import YELLOW, colored, kernel_id, printable
-from samestep.masking import mask, mask_words
 from samestep.record import Record
-from samestep.record.events import samestep_version
 from samestep.torch_internals import is_forked_after_cuda
 
-HASH_SEED: Final = "hash seed"  # of an environment
-COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
 SAMPLE_SECONDS: Final = 1.0  # for a GPU's driver to respond when the run ends
-# of samestep, and of Python, which may be below the folder of a script
-INSTALLED: Final = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(__file__).parents[1], sys.prefix, sys.base_prefix)
-    if str(folder) not in {"/", "/usr"}
-)
-ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")  # of an object, another one at every start
 MOST_HOSTS: Final = 8  # more are sampled less often, so that the record grows no faster
 
 
@@ -120,91 +101,6 @@ def _gpus(asked: int | tuple[str, ...], process: ProcessInfo, count: int) -> lis
     return [torch.device("cuda", (first + number) % count) for number in range(asked)]
 
 
-def environment_of_results(config: Config, devices: list[torch.device]) -> dict[str, str]:
-    """Return what the bits of a run depend on, besides its program, data, lanes and seed."""
-    names = [
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-        for device in devices
-    ]
-    cudnn = torch.backends.cudnn
-    environment: dict[str, object] = {
-        "samestep": samestep_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": cudnn.version() if devices[0].type == "cuda" else None,
-        "numpy": np.__version__,
-        "devices": ", ".join(dict.fromkeys(names)),
-        "threads": config.threads,
-        "precision": config.precision,
-        "exchange dtype": config.exchange_dtype,
-        "default dtype": torch.get_default_dtype(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "TF32 in convolutions": cudnn.allow_tf32 if devices[0].type == "cuda" else None,
-        # torch's own mode, which a run turns on only for GPUs: its kernels for CPUs need none
-        "deterministic kernels": torch.are_deterministic_algorithms_enabled()
-        or (False if devices[0].type == "cuda" else None),
-        "oneDNN": torch.backends.mkldnn.enabled,
-        "assertions": __debug__,  # python -O removes them
-        # the order of a set of strings; a random one differs in every process
-        HASH_SEED: os.environ.get("PYTHONHASHSEED", "random")
-        if sys.flags.hash_randomization
-        else "0",
-    }
-    return {name: str(value) for name, value in environment.items()}
-
-
-def digests_of_program() -> dict[str, str]:
-    """Return a digest of the script and of each module that it imported from its own folder.
-
-    For `python -m`, that is the folder of its package.
-    """
-    main = sys.modules["__main__"]
-    if (script := getattr(main, "__file__", None)) is None:  # as in a notebook
-        return {}
-    folder = Path(script).resolve().parent
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and "." in spec.name:
-        folder = folder.parents[spec.name.count(".") - 1]
-    files = {Path(script).resolve()}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        is_installed = "-packages" in file or file.startswith(INSTALLED)
-        if file.startswith(f"{folder}{os.sep}") and not is_installed:
-            files.add(Path(file))
-    digests: dict[str, str] = {}
-    for path in sorted(files):
-        with suppress(OSError):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            digests[f"file {os.path.relpath(path, folder)}"] = digest[:12]
-    return digests
-
-
-def inputs_of_program(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the arguments of the script, and `settings` by their names, without secrets."""
-    is_script = hasattr(sys.modules["__main__"], "__file__")
-    # those of a notebook are its kernel's, others at each start
-    inputs = {"arguments": shlex.join(mask_words(sys.argv[1:] if is_script else []))}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                add(f"{name}.{key}" if name else key, inner)
-        else:
-            inputs[f"setting {name}"] = ADDRESS.sub("", str(value))
-
-    add("", mask(settings))
-    return inputs
-
-
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """Return what differs as lines `name: old -> new`; "" if nothing does."""
-    changed = [name for name in new if name in old and old[name] != new[name]]
-    return "\n".join(f"  {name}: {printable(str(old[name]))} -> {new[name]}" for name in changed)
-
-
 def gpu_names(devices: list[torch.device]) -> list[str]:
     """Return a name for each GPU, equal for the same one in all containers of its host.
 
@@ -268,57 +164,6 @@ def warn_of_late_options() -> None:
     words, is_first = sys.argv, os.environ.get(ATTEMPT, "0") == "0"
     if is_first and isinstance(words, ScriptArguments) and words.late and not words.are_read:
         announce(words.late, logging.WARNING)
-
-
-class CommitQuery:
-    """The git commit of the script's folder, found by git while the run starts."""
-
-    def __init__(self) -> None:
-        folder = Path(sys.argv[0] or ".").resolve().parent
-        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
-        self._git: subprocess.Popen[str] | None = None
-        with suppress(OSError):
-            self._git = subprocess.Popen(
-                [*command, "--exclude=*"],  # the commit's hash rather than a tag
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-
-    @cached_property
-    def result(self) -> dict[str, Any]:
-        """The `commit`, None if it is unknown, and `dirty`: whether tracked files differ."""
-        description = ""
-        if self._git is not None:
-            try:
-                description, _ = self._git.communicate(timeout=COMMIT_SECONDS)
-            except subprocess.TimeoutExpired:  # a huge repository, or a slow disk
-                self._git.kill()
-                self._git.communicate()
-        commit, _, dirty = description.strip().partition("-")
-        return {"commit": commit or None, "dirty": bool(dirty)}
-
-
-def plain_settings(settings: Any) -> dict[str, Any]:
-    """Return a dict or dataclass as JSON: nested dicts of numbers, text, lists and None."""
-
-    def plain(value: Any) -> Any:
-        if is_dataclass(value) and not isinstance(value, type):
-            value = {field.name: getattr(value, field.name) for field in fields(value)}
-        if isinstance(value, Mapping):
-            return {str(name): plain(inner) for name, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(inner) for inner in value]
-        return value if value is None or type(value) in {bool, int, float, str} else str(value)
-
-    plain_dict = plain(settings)
-    if not isinstance(plain_dict, dict):
-        raise ConfigError(
-            "settings must be a dict or dataclass of the job's settings, got "
-            f"{type(settings).__name__}"
-        )
-    return plain_dict
 
 
 class SystemUse:

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
 from samestep.config import Config
 from samestep.data.agreement import DataCheck
-from samestep.data.batch import Batch, LaneStream
+from samestep.data.batch import Batch
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import ConfigError, DataError, NonFiniteLossError, RecordError, SnapshotError
+from samestep.errors import ConfigError, DataError, RecordError, SnapshotError
 from samestep.metrics import Means
 from samestep.record.hints import Hint, hints_of
-from samestep.record.record import OWN, Record
-from samestep.run.alerts import LossAlerts
+from samestep.record.record import Record
+from samestep.run.alerts import LossAlerts, SkippedSteps
 from samestep.run.divergence import DivergenceCheck
+from samestep.run.loop_states import LoopStates
 from samestep.run.observer import StepObserver
 from samestep.run.process import StopRequest, announce
 from samestep.run.progress_line import ProgressLine
+from samestep.run.step_times import StepTimes
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.scaling import learning_rate, on_host
 
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
-MOST_SKIPPED: Final = 100  # steps in a row
 TRAINS_ON: Final = (
     "the run had ended at step {} and trains on; if it should have stopped early, call run.finish()"
     " before the break"
@@ -48,24 +47,6 @@ class Decision(NamedTuple):
     snapshot_due: bool = False
     copy_due: bool = False
     writing: bool = True  # any worker may still write a snapshot to disk
-
-
-@dataclass
-class Position:
-    """The position of a loop: its next step is `step` of `epoch`, after `done` steps in total."""
-
-    epoch: int = 0
-    step: int = 0
-    done: int = 0
-    plan: dict[str, Any] = field(default_factory=dict)
-
-    def advance(self, steps_per_epoch: int | None) -> int:
-        """Count one step (streams have no epochs: None) and return the epoch of the next one."""
-        self.done += 1
-        self.step += 1
-        if self.step == steps_per_epoch:
-            self.epoch, self.step = self.epoch + 1, 0
-        return self.epoch
 
 
 @dataclass
@@ -103,58 +84,30 @@ class Progress:
         on_end: Callable[[], object],
     ) -> None:
         """`check_directory` is called in every step, `on_end` before the end is recorded."""
-        self._check_directory = check_directory
-        self.step = self.epoch = 0
-        self.skipped_steps: list[int] = []  # with a batch of which no gradient was used
-        self.positions: dict[str, Position] = {}
-        self.streams: dict[str, dict[int, LaneStream]] = {}
-        # state by loop and lane, from which loops continue
-        self.resumed_streams: dict[str, dict[int, Any]] = {}
-        self.epoch_loops: set[str] = set()  # that end with the current epoch, by name
-        self.skipped_loops: set[str] = set()  # after `run.finish`, by name
-        self.continued_loops: set[str] = set()  # in an epoch that was left by break, by name
-        self.reads: set[str] = set()  # the attributes that user code has read outside of steps
-        self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
-        self._on_end = on_end
+        self._check_directory, self._on_end = check_directory, on_end
         self._config, self._record, self._snapshots = config, record, snapshots
         self._stop, self._lanes, self._divergence = stop, lanes, divergence
         self._data_check, self._line, self.alerts = data_check, line, alerts
+        self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
         # of `samestep verify`
-        observes, rank = is_observed(), lanes.world.rank
-        self._observer = StepObserver(rank, config.dir) if observes else None
+        self._observer = StepObserver(lanes.world.rank, config.dir) if is_observed() else None
+        self.times = StepTimes(record, snapshots, lanes, line)
+        state: Mapping[str, Any] = {} if resumed is None else resumed.state["run"]
+        self.loops = LoopStates(resumed)
+        self.step = self._first_step = state.get("step", 0)
+        self.epoch: int = state.get("epoch", 0)
+        self.skipped = SkippedSteps(config, record, state.get("skipped_steps", ()), self.is_main)
+        self.finished: bool = state.get("finished", False)  # by `run.finish`, perhaps earlier
+        self._has_ended: bool = state.get("ended", False)  # in an earlier start, with the script
+        alerts.load_state_dict(state.get("losses", {}))
+        self.status.set_step(self.step)
+        self.reads: set[str] = set()  # the attributes that user code has read outside of steps
         self._current: CurrentStep | None = None
-        self._optimizer_seconds = 0.0
         self._scores: dict[int, float] = {}  # of the last snapshot that had one, by step
-        self._loop_seconds: dict[str, float] = {}  # of the step's "evaluation" and "logging"
-        self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
-        self._seconds: dict[str, float] = {}
-        self._rates: dict[str, float] = {}  # newest learning rates, by optimizer
-        # of the current step, and of the one before, which is recorded with its times
-        self._updates: dict[str, Any] = {}
-        self._ended_updates: dict[str, Any] = {}
-        self._gpu_seconds: Callable[[], dict[str, float]] = dict  # replace those of the host
         # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
-        self.finished = False  # by `run.finish`, perhaps in an earlier start
-        self._has_ended = False  # in an earlier start, at the end of the script
         self._finish_is_new = False  # and not saved yet
-        self.orders: dict[str, Any] = {}  # what per-epoch loops have begun their epochs with
-        self.resumed_orders: dict[str, Any] = {}
-        self._first_step = 0 if resumed is None else resumed.step  # of this start
-        if resumed is not None:
-            # The loops take their positions from here when the script creates them, by name.
-            state = resumed.state["run"]
-            self.step, self.skipped_steps = state["step"], list(state.get("skipped_steps", []))
-            self.status.set_step(self.step)
-            self.epoch = state["epoch"]
-            self.positions = {name: Position(**at) for name, at in state["positions"].items()}
-            self.resumed_streams = resumed.state.get("streams", {})
-            self.finished = state.get("finished", False)
-            self._has_ended = state.get("ended", False)
-            self.orders = dict(state.get("orders", {}))
-            self.resumed_orders = dict(self.orders)
-            self.alerts.load_state_dict(state.get("losses", {}))
 
     @property
     def between_steps(self) -> bool:
@@ -174,7 +127,7 @@ class Progress:
 
     def begin_loop(self, name: str, **planned: int | None) -> None:
         """Record the start of a loop; `planned` are its steps (over all resumes) and its data."""
-        at = self.positions[name]
+        at = self.loops.positions[name]
         planned = {**dict.fromkeys(PLANNED), **planned}
         self._record.event(
             "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
@@ -213,7 +166,7 @@ class Progress:
                 self._take_snapshot()  # it also compares the state before the first step
             self._observer.begin_step(self.step)
         self.epoch = batch.epoch
-        self._measured = self._measured or (time.monotonic(), self.status.waited)
+        self.times.begin_step()
         self._current = CurrentStep(loop, batch, complete)
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
@@ -236,11 +189,11 @@ class Progress:
         # step. A state is compared before it is saved, and saved before the run stops.
         self._divergence.expire()
         self.epoch = self._current.complete()
-        self._measure(self._current.batch)
+        self.times.end_step(self._current.batch)
         if self._line is not None:
             loop, batch = self._current.loop, self._current.batch
             samples = None if batch.counts is None else sum(batch.counts)
-            done = self.positions[loop].done
+            done = self.loops.positions[loop].done
             self._line.end_step(self.step + 1, loop, done, batch.epoch, samples)
         self._current = None
         self.step += 1
@@ -274,7 +227,7 @@ class Progress:
         if decision.signal:
             self._stop_run(decision.signal)
         self._stop.defer(active=False)  # no step runs: a signal acts at once
-        set_generators(key(self._config.seed, f"after {name}", self.positions[name].done))
+        set_generators(key(self._config.seed, f"after {name}", self.loops.positions[name].done))
 
     def complete_left_step(self) -> None:
         """Count a step that was left by break after an update."""
@@ -298,7 +251,7 @@ class Progress:
         """Save the state that the current step ends with, if its body changes nothing more."""
         current.batch.load()  # as at the end
         step, epoch = self.step, self.epoch
-        positions = {name: replace(position) for name, position in self.positions.items()}
+        positions = {name: replace(position) for name, position in self.loops.positions.items()}
         self.step, self.epoch = step + 1, current.complete()
         try:
             self._take_snapshot()
@@ -307,7 +260,7 @@ class Progress:
         finally:
             self.step, self.epoch = step, epoch
             for name, position in positions.items():
-                vars(self.positions[name]).update(vars(position))  # which the loops also hold
+                vars(self.loops.positions[name]).update(vars(position))  # which the loops also hold
 
     def finish(self) -> None:
         """End all loops, now or after the current step, and take a snapshot that says so."""
@@ -358,7 +311,7 @@ class Progress:
             "snapshot_due": self._snapshots.time_is_up(),
             "copy_due": self._snapshots.in_memory.time_is_up(),
             "writing": self._snapshots.is_writing,
-            "seconds": {**self._seconds, **self._gpu_seconds()},
+            "seconds": self.times.note(),
             "data": self._data_check.note(),
         }
 
@@ -373,14 +326,7 @@ class Progress:
         writing = any(note["writing"] for note in notes)
         copy_due = all(note["copy_due"] for note in notes)  # the others wait for the slowest
         self._decision = Decision(signal, notes[0]["snapshot_due"], copy_due, writing)
-        if self._seconds:
-            # those of the step before, now known on all workers
-            updates, self._ended_updates = self._ended_updates, {}
-            if "norms" in updates:
-                updates["norms"] = [[float(norm), limit] for norm, limit in updates["norms"]]
-            seconds = [note["seconds"] for note in notes]
-            self._record.timing(self.step - 1, seconds, updates)
-            self._seconds, self._gpu_seconds = {}, dict
+        self.times.record(self.step, [note["seconds"] for note in notes])
         self.status.set_activity(OUTSIDE if self._current is None else BODY)
 
     def show(self, means: Means) -> None:
@@ -388,86 +334,14 @@ class Progress:
         if self._line is not None:
             self._line.add(means)
 
-    def skip_update(self, reason: str) -> None:
-        """Note that a batch of this step was skipped: its position counts, but gives no gradient.
-
-        All workers call it, and the state of the run has it, so a resumed run knows of it as well.
-        Raises `NonFiniteLossError` if too many steps in a row were skipped.
-        """
-        if self.step in self.skipped_steps[-1:]:
-            return
-        self.skipped_steps.append(self.step)
-        self._record.event("batch_skipped", step=self.step, reason=reason)
-        if self.is_main:
-            announce(f"skipped a batch: {reason}", logging.WARNING)
-        first, left_out = self.step - MOST_SKIPPED + 1, self._config.skipped_steps
-        if self.skipped_steps[-MOST_SKIPPED:] == list(range(first, self.step + 1)) and not any(
-            step in steps for step in range(first, self.step + 1) for steps in left_out
-        ):
-            raise NonFiniteLossError(
-                f"{MOST_SKIPPED} steps in a row were skipped, the last one because {reason}; if the"
-                " parameters are not finite either, resume from an earlier snapshot with a lower"
-                " learning rate"
-            )
-
-    def watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Measure the time of an optimizer's steps, and note changes of its learning rate."""
-        clock, started, begun = self._lanes.gpu_clock, 0.0, None
-
-        def start(*_: Any) -> None:
-            nonlocal started, begun
-            started, begun = time.perf_counter(), clock.mark()
-            rate = learning_rate(optimizer)
-            if rate is not None and rate != self._rates.get(name):
-                self._rates[name] = rate
-                self._updates.setdefault("rates", {})[name] = rate
-
-        def stop(*_: Any) -> None:
-            self._optimizer_seconds += time.perf_counter() - started
-            clock.add("optimizer", begun, clock.mark())
-
-        optimizer.register_step_pre_hook(start)
-        optimizer.register_step_post_hook(stop)
-
     def add_norm(self, norm: torch.Tensor, max_norm: float) -> None:
         """Note the norm of this step's gradients before they were clipped, for the record.
 
         Not that of a skipped batch, which is 0 but says nothing about the model.
         """
-        is_skipped = self.step in self.skipped_steps[-1:]
+        is_skipped = self.step in self.skipped.steps[-1:]
         if self.is_main and self._config.dir is not None and not is_skipped:
-            self._updates.setdefault("norms", []).append((on_host(norm), max_norm))
-
-    @contextmanager
-    def measuring(self, part: str) -> Iterator[None]:
-        """Add the seconds of a block to a part of the step, "evaluation" or "logging"."""
-        started = time.perf_counter()
-        line = self._line if part == "evaluation" else None
-        if line is not None:
-            line.evaluating()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self._loop_seconds[part] = self._loop_seconds.get(part, 0.0) + seconds
-            if line is not None:
-                line.evaluating(seconds)
-
-    def _measure(self, batch: Batch) -> None:
-        now = (time.monotonic(), self.status.waited)
-        began, waited = self._measured or now
-        self._measured = now
-        self._seconds = {
-            "data": batch.data_seconds,
-            **self._lanes.take_seconds(),
-            "optimizer": self._optimizer_seconds,
-            "snapshot": self._snapshots.take_stall_seconds(),
-            **self._loop_seconds,
-            OWN: now[0] - began - (now[1] - waited),  # without the waits for other workers
-        }
-        self._gpu_seconds = self._lanes.gpu_clock.take()
-        self._optimizer_seconds, self._loop_seconds = 0.0, {}
-        self._ended_updates, self._updates = self._updates, {}
+            self.times.add_norm(norm, max_norm)
 
     def _is_last(self) -> bool:
         return self._config.stop_after is not None and self.step >= self._config.stop_after
@@ -492,22 +366,17 @@ class Progress:
         """Return the run's state that is equal on all workers, and this worker's own state."""
         run = {
             "step": self.step,
-            "skipped_steps": list(self.skipped_steps),
+            "skipped_steps": list(self.skipped.steps),
             "skip_batches": self._config.skip_batches,
             "epoch": self.epoch,
             "lanes": self._lanes.lanes,
-            "positions": {name: asdict(position) for name, position in self.positions.items()},
+            **self.loops.state_dict(),
             "frozen": self._snapshots.tracked.frozen(),  # parameters, by module
             "finished": self.finished,
             "ended": self._has_ended,
-            "orders": dict(self.orders),
             "losses": self.alerts.state_dict(),  # that are usual
         }
-        streams = {
-            name: {lane: stream.state_dict() for lane, stream in lanes.items()}
-            for name, lanes in self.streams.items()
-        }
-        return {"run": run}, {"streams": streams} if streams else {}
+        return {"run": run}, self.loops.own_state_dict()
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._divergence.compare_if_due(self.step, last=True)
@@ -521,14 +390,8 @@ class Progress:
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))
-            for hint in self._hints() if self.step > self._first_step else ():
+            for hint in _hints(self._config.dir) if self.step > self._first_step else ():
                 announce(f"hint: {hint.text}")
-
-    def _hints(self) -> list[Hint]:
-        folder = self._config.dir
-        with suppress(OSError, RecordError):  # the run has ended well, whatever the disk does now
-            return [] if folder is None else hints_of(folder)
-        return []
 
     def _describe_end(self, event: str) -> str:
         is_saved, folder = self._snapshots.is_enabled, self._config.dir
@@ -548,3 +411,9 @@ class Progress:
         """
         self._lanes.world.wait_for_gpu()
         self.receive(self._lanes.world.all_gather_json(self.note(), what))
+
+
+def _hints(folder: Path | None) -> list[Hint]:
+    with suppress(OSError, RecordError):  # the run has ended well, whatever the disk does now
+        return [] if folder is None else hints_of(folder)
+    return []

@@ -11,7 +11,7 @@ import math
 import os
 import pdb  # noqa: T100  what the option --debug is for
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -25,19 +25,20 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from typing_extensions import Self
 
-from samestep.data.batch import Batch, mapped
-from samestep.data.generators import is_installed_file
+from samestep.data.batch import Batch
+from samestep.data.nested import mapped, tensors_in
 from samestep.data.origin import name_of
 from samestep.data.random_state import key, keyed
 from samestep.record.events import to_json
+from samestep.run.alerts import worst_of
 from samestep.step.gradients import Gradients
 from samestep.step.lane_engine import LaneEngine, StepResult
 from samestep.step.lane_pass import LanePass, split_loss
 from samestep.step.shard import Shard
 from samestep.storage import write_atomically
+from samestep.user_code import is_users
 
 REQUEST: Final = "SAMESTEP_INTERNAL_REPLAY"  # JSON; set by samestep replay
-PACKAGE: Final = str(Path(__file__).parents[1])
 Inspect = Callable[[Gradients, Tensor | None], object]
 
 
@@ -95,7 +96,7 @@ class Replay:
         self._optimizers: list[tuple[str, torch.optim.Optimizer, Shard | None]] = []
         self._reports: dict[tuple[int, int], LaneReport] = {}  # by call and lane
         self._seen: dict[int, tuple[LanePass, Any]] = {}  # of the current call, by lane
-        self._worst: dict[int, int | None] = {}  # the lane to look at closely, by call
+        self._worst: dict[int, int | None] = {}  # the lane to look at closely, if any, by call
         self._where = ""  # the first value that is not finite in the current lane's forward
 
     @property
@@ -197,14 +198,20 @@ class Replay:
             groups |= {place: f"{name} {number}" for place, number in numbers.items()}
         return groups
 
-    def add_results(self, batch: Batch, call: tuple[int, int], result: StepResult) -> None:
-        """Add the results of all lanes; write the reports of this worker's lanes."""
+    def add_results(
+        self, batch: Batch, call: tuple[int, int], result: StepResult, *, is_shared: bool
+    ) -> None:
+        """Add the results of all lanes; write the reports of this worker's lanes.
+
+        A loss that `is_shared` is that of all lanes, so none is the worst.
+        """
         step, number = call
         if step != self._request.step:
             return
         worst = self._request.lane
-        if worst is None and result.results:
-            worst = worst_lane([(lane.lane, lane.metrics["loss"]) for lane in result.results])
+        if worst is None and result.results and not is_shared:
+            losses = [lane.metrics["loss"] for lane in result.results]
+            worst = result.results[worst_of(losses)].lane
         self._worst[number] = worst
         for lane in result.results:
             report = self._reports.get((number, lane.lane))
@@ -239,18 +246,13 @@ class Replay:
 
     def _save_batch(self, lane: int, batch: Any, indices: Sequence[int] | None) -> None:
         """Save the tensors of a lane batch, named by their place in it."""
-        tensors = {name: tensor.detach().cpu() for name, tensor in _tensors(batch)}
+        tensors = {name or "batch": part.detach().cpu() for name, part in tensors_in(batch)}
         if indices is not None:
             tensors["indices"] = torch.tensor(indices, dtype=torch.int64)  # [samples]
         copies = {
             f"lane{lane}.{name}": value.clone().contiguous() for name, value in tensors.items()
         }
         save_file(copies, Path(self._request.folder) / f"lane-{lane:06}.safetensors")
-
-
-def worst_lane(losses: Sequence[tuple[int, float]]) -> int:
-    """Return the number of the first lane with a loss that is not finite, or with the highest."""
-    return max(losses, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)[0]
 
 
 class LaneDebugger(pdb.Pdb, AbstractContextManager["LaneDebugger"]):
@@ -265,8 +267,8 @@ class LaneDebugger(pdb.Pdb, AbstractContextManager["LaneDebugger"]):
 
     def stop_here(self, frame: FrameType) -> bool:
         path = frame.f_code.co_filename
-        is_user_code = not (path.startswith((PACKAGE, "<")) or is_installed_file(path))
-        return is_user_code and super().stop_here(frame)
+        has_lines = not path.startswith("<")  # which `exec` and methods of dataclasses have not
+        return has_lines and is_users(path) and super().stop_here(frame)
 
     def user_call(self, *_: object) -> None:
         """Go on from the call of a function to its first line."""
@@ -296,21 +298,9 @@ def _indices(batch: Batch, lane: int) -> list[int] | None:
     return None if batch.origin is None else batch.origin.indices(lane)
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers, with their places such as "0" or "inputs.ids"."""
-    if isinstance(value, Tensor):
-        yield name or "batch", value
-    elif isinstance(value, Mapping):
-        for part, inner in value.items():
-            yield from _tensors(inner, f"{name}.{part}" if name else str(part))
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            yield from _tensors(inner, f"{name}.{number}" if name else str(number))
-
-
 def _is_finite(value: Any) -> bool:
     return all(
-        bool(tensor.isfinite().all()) for _, tensor in _tensors(value) if _is_dense_float(tensor)
+        bool(tensor.isfinite().all()) for _, tensor in tensors_in(value) if _is_dense_float(tensor)
     )
 
 
@@ -321,10 +311,10 @@ def _is_dense_float(tensor: Tensor) -> bool:
 
 def _nonfinite_input(batch: Any, indices: Sequence[int] | None) -> str:
     """Return which tensor and samples of a batch have values that are not finite, "" if none."""
-    for name, tensor in _tensors(batch):
+    for name, tensor in tensors_in(batch):
         if not _is_dense_float(tensor) or _is_finite(tensor):
             continue
-        text = f"{name!r} of the lane batch"
+        text = f"{name or 'batch'!r} of the lane batch"
         if indices is not None and tensor.ndim and len(tensor) == len(indices):
             rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten()
             text += f", sample {', '.join(str(indices[row]) for row in rows.tolist()[:8])}"
@@ -334,7 +324,7 @@ def _nonfinite_input(batch: Any, indices: Sequence[int] | None) -> str:
 
 def _has_rows(batch: Any, count: int) -> bool:
     """Return whether each tensor of a batch has a row for each of `count` samples."""
-    tensors = [tensor for _, tensor in _tensors(batch)]
+    tensors = [tensor for _, tensor in tensors_in(batch)]
     return bool(tensors) and all(tensor.ndim and len(tensor) == count for tensor in tensors)
 
 
@@ -349,7 +339,7 @@ def _largest(batch: Any) -> float | None:
     """Return the largest absolute value in the floating-point tensors of a batch."""
     values = [
         float(tensor.detach().abs().max())
-        for _, tensor in _tensors(batch)
+        for _, tensor in tensors_in(batch)
         if _is_dense_float(tensor) and tensor.numel()
     ]
     return max(values, key=lambda value: math.inf if math.isnan(value) else value, default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from torch import Tensor
 from torch.nn import Module
@@ -34,6 +34,20 @@ BY_CLASS: Final[Mapping[str, Mapping[str, Rule]]] = {
     "FakeQuantizeBase": {"scale": "first", "zero_point": "first"},
     "_SpectralNorm": {"_u": "first", "_v": "first"},
 }
+
+
+class Home(NamedTuple):
+    """Where a buffer is registered: a dict of its module, and its name there and in the model."""
+
+    registry: dict[str, Any]
+    name: str
+    path: str
+    rule: Rule | None
+
+    def holds_shape_of(self, start: Tensor) -> bool:
+        """Return whether the buffer has the shape and dtype of `start` now."""
+        value = self.registry.get(self.name)
+        return value is not None and value.shape == start.shape and value.dtype == start.dtype
 
 
 def check_rules(module: Module, rules: Mapping[str, Rule]) -> None:

@@ -12,13 +12,11 @@ step; a later step must not write other buffers in backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from torch.nn import Module
 from samestep.comm.base import World
 from samestep.errors import ModelError
 from samestep.step.buffer_rules import (
+    Home,
     Rule,
     check_rules,
     chosen_rule,
@@ -34,59 +33,27 @@ from samestep.step.buffer_rules import (
     rule_of,
     set_scale,
 )
+from samestep.step.buffer_sums import BufferSums
 from samestep.step.gradients import Parameters
-from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
 from samestep.step.replicas import Replicas
 from samestep.torch_internals import buffers_in, foreach_copy_
 
 Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # begins to copy from GPUs to the host
-Join = Callable[[Tensor, Tensor], Tensor]
-# how the values of two subtrees become that of their parent
-JOINS: Final[Mapping[str | None, Join]] = {
-    "mean": torch.add,
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-
-
-class Home(NamedTuple):
-    """Where a buffer is registered: a dict of its module, and its name there and in the model."""
-
-    registry: dict[str, Any]
-    name: str
-    path: str
-    rule: Rule | None
-
-    def holds_shape_of(self, start: Tensor) -> bool:
-        """Return whether the buffer has the shape and dtype of `start` now."""
-        value = self.registry.get(self.name)
-        return value is not None and value.shape == start.shape and value.dtype == start.dtype
-
-
-class _Part(NamedTuple):
-    """Buffers that are combined in one way along the tree, with elements of 8 bytes."""
-
-    join: Join
-    dtype: torch.dtype
-    numbers: list[int]
 
 
 class Buffers:
     """The buffers of all replicated modules, saved and restored around each lane."""
 
     def __init__(self, world: World, lanes: int, replicas: Replicas) -> None:
-        self._world, self._lanes, self._replicas = world, lanes, replicas
-        self._lanes_by_rank = [lanes_of(rank, world.size, lanes) for rank in range(world.size)]
-        self._spans = [subtrees(own_lanes, lanes) for own_lanes in self._lanes_by_rank]
-        self._max_spans = max(map(len, self._spans))
+        self._lanes, self._replicas = lanes, replicas
         self._homes: list[Home] = []  # by number of the buffer
         self._scales: dict[int, Module] = {}  # fake quantization, by number of its scale
         self._starts: list[tuple[torch.device, list[Tensor]]] = [
             (replica.device, []) for replica in replicas.all
         ]  # copies of the values at the start of a step, [devices, buffers]
         self._start = self._starts[0][1]  # on the first device
+        self._sums = BufferSums(world, lanes, self._homes, self._start)
         self._kinds: list[Any] = []  # their shapes and dtypes
         self._written: dict[int, dict[int, Tensor]] = {}  # values by lane and number of the buffer
         self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
@@ -319,138 +286,18 @@ class Buffers:
                         ' run.replicate got the rule "refuse"; change it in the body of the loop,'
                         " after optimizer.step()"
                     )
-            self._agree(written, lanes_with_items)
+            results, differing = self._sums.of(written, self._written, lanes_with_items)
+            current = self._current()
+            for number, value in results.items():
+                current[number].data.copy_(value)
+            for number, differs in differing.items():
+                self._differing[number] = differs | self._differing.get(number, differs)
+            if self._starts[0][0].type == "cpu" or self._steps <= 2:
+                self._check_differing()
+            for number in written:
+                if number in self._scales:
+                    set_scale(self._scales[number])
         self._is_in_step = False
-
-    def _agree(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
-        parts = self._parts_of(written)
-        joined = {number for part in parts for number in part.numbers}
-        copied = [number for number in written if number not in joined]
-        rows = self._gather(parts, copied, lanes_with_items)
-        sizes = [sum(self._start[number].numel() for number in part.numbers) for part in parts]
-        size = 8 * sum(sizes)  # bytes of a node: all parts have elements of 8 bytes
-        nodes: dict[Span, list[Tensor]] = {}  # of the tree over lanes: the values of each part, 1-D
-        for spans, row in zip(self._spans, rows, strict=True):
-            # int64 [spans, elements]; cloned, because a view needs aligned memory
-            words = row[: size * len(spans)].clone().view(torch.int64).view(len(spans), -1)
-            for span, values in zip(spans, words, strict=True):
-                pieces = values.split(sizes)
-                nodes[span] = [
-                    piece.view(part.dtype) for part, piece in zip(parts, pieces, strict=True)
-                ]
-        current = self._current()
-        totals = tree_sum((0, self._lanes), nodes.get, partial(_join, parts))
-        for part, values in zip(parts, totals, strict=True):
-            pieces = values.split([self._start[number].numel() for number in part.numbers])
-            for number, piece in zip(part.numbers, pieces, strict=True):
-                start, result = self._start[number], piece
-                if self._homes[number].rule == "mean":
-                    result = piece / len(lanes_with_items)
-                elif self._homes[number].rule == "sum":  # of the lanes' changes
-                    result = start.reshape(-1).to(part.dtype) + piece
-                current[number].data.copy_(result.view(start.shape))
-        self._copy_first(copied, rows, self._max_spans * size, lanes_with_items)
-        for number in written:
-            if number in self._scales:
-                set_scale(self._scales[number])
-
-    def _copy_first(
-        self, copied: Sequence[int], rows: Tensor, offset: int, lanes_with_items: Sequence[int]
-    ) -> None:
-        """Take the first lane's value of buffers, from their rows of bytes after `offset`."""
-        with_items = [
-            rank
-            for rank, own_lanes in enumerate(self._lanes_by_rank)
-            if not set(own_lanes).isdisjoint(lanes_with_items)
-        ]
-        # uint8 [workers, nbytes]; the first one has the first lane
-        rows = torch.stack([rows[rank] for rank in with_items])  # an index would be copied to a GPU
-        current = self._current()
-        unknown = {}  # [workers, nbytes] each, by number
-        for number in copied:
-            start = self._start[number]
-            values = rows[:, offset : offset + start.nbytes]
-            offset += start.nbytes
-            current[number].data.copy_(values[0].clone().view(start.dtype).view(start.shape))
-            if self._homes[number].rule is None:
-                unknown[number] = values
-        for place, (number, values) in enumerate(unknown.items(), offset):
-            differs = rows[:, place].any() | (values != values[0]).any()  # in or between workers
-            self._differing[number] = differs | self._differing.get(number, differs)
-        if rows.device.type == "cpu" or self._steps <= 2:
-            self._check_differing()
-
-    def _parts_of(self, written: Sequence[int]) -> list[_Part]:
-        """Group the buffers whose values are combined along the tree."""
-        parts: dict[tuple[Join, torch.dtype], list[int]] = {}
-        for number in written:
-            rule = self._homes[number].rule
-            if rule in JOINS:
-                is_float = self._start[number].is_floating_point()
-                dtype = torch.float64 if is_float else torch.int64
-                parts.setdefault((JOINS[rule], dtype), []).append(number)
-        return [_Part(*kind, numbers) for kind, numbers in parts.items()]
-
-    def _gather(
-        self, parts: Sequence[_Part], copied: Sequence[int], lanes_with_items: Sequence[int]
-    ) -> Tensor:
-        """Return a row of bytes per worker.
-
-        It has the values of its subtrees, those of its first lane, and whether its lanes differ.
-        """
-        rank = self._world.rank
-        own_lanes = [lane for lane in lanes_with_items if lane in self._lanes_by_rank[rank]]
-
-        def value(lane: int, number: int) -> Tensor:
-            # a lane that did not write a buffer left its start value there
-            return self._written[lane].get(number, self._start[number]).reshape(-1)
-
-        def leaf(span: Span) -> list[Tensor] | None:
-            if span[1] - span[0] > 1:
-                return None
-            if span[0] in own_lanes:
-                return [self._leaf(part, partial(value, span[0])) for part in parts]
-            return [self._nothing(part) for part in parts]
-
-        nodes = [tree_sum(span, leaf, partial(_join, parts)) for span in self._spans[rank]]
-        pieces = [values.view(torch.uint8) for node in nodes for values in node]
-        # workers with fewer subtrees send zeros, so that all rows have one length
-        missing = self._max_spans - len(nodes)
-        pieces += [torch.zeros_like(piece) for piece in pieces[: len(parts)]] * missing
-        flags = []  # uint8 [1] each
-        for number in copied:
-            first = value(own_lanes[0], number) if own_lanes else self._start[number].reshape(-1)
-            first = first.contiguous().view(torch.uint8)
-            pieces.append(first)
-            if self._homes[number].rule is None:
-                others = [value(lane, number).contiguous() for lane in own_lanes[1:]]
-                unequal = [(other.view(torch.uint8) != first).any().view(1) for other in others]
-                flags.append(torch.cat([first.new_zeros(1), *unequal]).amax(0, keepdim=True))
-        row = torch.cat([*pieces, *flags])  # uint8 [nbytes]: values of any dtype in one message
-        rows = row.new_empty(self._world.size * len(row))
-        self._world.all_gather(rows, row, "averaging buffers")
-        return rows.view(self._world.size, -1)  # [workers, nbytes]
-
-    def _leaf(self, part: _Part, value: Callable[[int], Tensor]) -> Tensor:
-        """Return what a lane contributes to the buffers of a part, 1-D."""
-        return torch.cat(
-            [
-                value(number).to(part.dtype) - self._start[number].reshape(-1).to(part.dtype)
-                if self._homes[number].rule == "sum"
-                else value(number).to(part.dtype)
-                for number in part.numbers
-            ]
-        )
-
-    def _nothing(self, part: _Part) -> Tensor:
-        """Return what a lane without items contributes: it changes no result."""
-        size = sum(self._start[number].numel() for number in part.numbers)
-        low: float = -math.inf
-        high: float = math.inf
-        if part.dtype == torch.int64:
-            low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-        fill = {torch.add: 0, torch.minimum: high, torch.maximum: low}[part.join]
-        return torch.full((size,), fill, dtype=part.dtype, device=self._start[0].device)
 
     def _current(self) -> list[Tensor]:
         return [home.registry[home.name] for home in self._homes]
@@ -495,10 +342,6 @@ class Buffers:
 
 def _kinds(tensors: Iterable[Tensor | None]) -> list[Any]:
     return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def _join(parts: Sequence[_Part], left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-    return [part.join(a, b) for part, a, b in zip(parts, left, right, strict=True)]
 
 
 def _differ(home: Home, start: Tensor) -> ModelError:

@@ -11,11 +11,10 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
 from operator import eq, is_
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +22,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from samestep.comm.watchdog import is_users
-from samestep.data.attributes import plain_attributes
-from samestep.data.generators import is_installed, own_dict, walk
 from samestep.errors import (
     DataError,
     LossError,
@@ -51,15 +47,9 @@ from samestep.torch_internals import (
     versions_of,
     watch_backward,
 )
+from samestep.user_code import is_callers
 
 REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
-MOST_FUNCTIONS: Final = 16
-MOST_CLASSES: Final = 256
-MOST_ITEMS: Final = 16  # of a container that is searched for metrics
-MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
-# of a variable; `own` is an object of a user's class
-Role = Literal["metric", "tensor", "module", "container", "own"]
-NO_VARIABLES: Final[Mapping[str, Any]] = {}
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
@@ -445,128 +435,6 @@ class ModelGuard:
         )
 
 
-class MetricGuard:
-    """Refuses metric objects that a loss function updates, such as those of torchmetrics.
-
-    Each worker's object would have the samples of its own lanes, and rank 0 would log its part.
-    """
-
-    def __init__(self) -> None:
-        self._metrics: dict[Any, list[tuple[str, Any]]] = {}  # by loss function
-
-    @contextmanager
-    def lanes(
-        self, loss_fn: Any, model: Any, body: Mapping[str, Any] = NO_VARIABLES
-    ) -> Iterator[None]:
-        """Raise `LossError` if the block updates a metric that the function or model reaches.
-
-        Or one of the variables of a loop's body.
-        """
-        function = loss_fn
-        while isinstance(function, partial):
-            function = function.func
-        if len(self._metrics) == MOST_FUNCTIONS:  # such as those that a loop makes in each step
-            self._metrics.clear()
-        key = getattr(function, "__code__", type(function)), id(function)
-        if key not in self._metrics:
-            self._metrics[key] = [
-                (reference.name, value)
-                for reference, value, _ in walk(loss_fn=loss_fn, model=model)
-                if is_metric(value)
-            ]
-        of_body = [pair for pair in body.items() if _accumulates(pair[1])]
-        metrics = self._metrics[key] + of_body
-        before = [_state_of(metric) for _, metric in metrics]
-        yield
-        for (name, metric), state in zip(metrics, before, strict=True):
-            if _state_of(metric) != state:
-                raise _updated(name, metric, in_body=bool(body))
-
-
-def _updated(name: str, metric: Any, *, in_body: bool) -> LossError:
-    start = f"the loss function updated {name}"
-    if in_body:
-        start = f"the body of the loop over lanes updated {name}"
-    advice = (
-        "Return an entry per item, for example (loss,"
-        ' {"accuracy": logits.argmax(1) == labels}), or a value of a function without a'
-        " state, such as those of torchmetrics.functional; run.evaluate merges metrics"
-    )
-    if not is_metric(metric):
-        advice = (
-            "Pass numbers as metrics, such as batch.backward(loss, accuracy=...), and update it"
-            " from batch.means after the loop over lanes"
-        )
-    return LossError(
-        f"{start}, a {type(metric).__name__}: each worker's would hold the samples of its own"
-        " lanes, so that its value would depend on the number of workers. " + advice
-    )
-
-
-def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of a loop's body that lanes must not change: metrics, modules, tensors.
-
-    Also dicts and objects of numbers, such as an average meter. Not large tensors, nor those of a
-    graph, such as a former lane's, which would stay in memory.
-    """
-    state: dict[str, Any] = {}
-    for name, value in variables.items():
-        role = _role_of(type(value))  # type: ignore[arg-type]
-        if role is None:
-            continue
-        if role == "tensor":
-            if value.grad_fn is None and value.numel() <= MOST_ELEMENTS:
-                state[name] = value
-        elif role == "module" or _accumulates(value):
-            state[name] = value
-        elif role == "container" and len(value) <= MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            state |= {f"{name}[{key!r}]": part for key, part in items if _accumulates(part)}
-    return state
-
-
-def _accumulates(value: Any) -> bool:
-    """Return whether a value is a metric, or a dict or an object of a user's class with numbers."""
-    role = _role_of(type(value))  # type: ignore[arg-type]
-    if role == "metric":
-        return True
-    if role != "own" and type(value) is not dict:
-        return False
-    attributes = value if type(value) is dict else own_dict(value)
-    if not 0 < len(attributes) <= MOST_ITEMS:
-        return False
-    kinds = set(map(type, attributes.values()))  # numbers and little else
-    are_plain = all(issubclass(kind, (int, float, str, type(None))) for kind in kinds)
-    return are_plain and not kinds.isdisjoint({int, float})
-
-
-def is_metric(value: Any) -> bool:
-    """Return whether an object accumulates a metric: torchmetrics, torcheval, ignite, or alike."""
-    return _role_of(type(value)) == "metric"  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=MOST_CLASSES)  # each step of a loop over lanes asks for each of its variables
-def _role_of(kind: type) -> Role | None:
-    methods = ("update", "compute"), ("reset", "merge", "merge_state")
-    required, any_of = ([callable(getattr(kind, m, None)) for m in names] for names in methods)
-    if all(required) and any(any_of):
-        return "metric"
-    if issubclass(kind, Tensor):
-        return "tensor"
-    if issubclass(kind, Module):
-        return "module"
-    if issubclass(kind, (dict, list, tuple)):
-        return "container"
-    return None if is_installed(kind) else "own"
-
-
-def _state_of(metric: Any) -> tuple[Any, ...]:
-    if type(metric) is dict:
-        return (repr(metric),)
-    lengths = [len(value) for value in own_dict(metric).values() if isinstance(value, list)]
-    return plain_attributes(metric), lengths
-
-
 def refuse_unless_zero(gradient: Tensor | None) -> None:
     """Raise `OptimizerError` for a gradient that user code gave to a sharded optimizer."""
     if gradient is not None and gradient.any():
@@ -647,7 +515,7 @@ def _not_deterministic(operation: str, line: str) -> LossError:
 
 def _line_of(error: Exception, again: Callable[[], object]) -> str:
     """Return the user's line that called the operation of an error, also of its backward pass."""
-    frames = [*filter(is_users, traceback.extract_tb(error.__traceback__))]
+    frames = [*filter(is_callers, traceback.extract_tb(error.__traceback__))]
     lines = [(frame.filename, frame.lineno) for frame in frames]
     if not lines:  # in backward: torch notes the lines of forward if it looks for anomalies
         with warnings.catch_warnings(record=True) as caught, suppress(Exception):
@@ -657,7 +525,7 @@ def _line_of(error: Exception, again: Callable[[], object]) -> str:
         notes = [str(warning.message) for warning in caught]
         found = [match for note in notes for match in NOTED_LINE.findall(note)]
         frames = [traceback.FrameSummary(file, int(number), "") for file, number in found]
-        lines = [(frame.filename, frame.lineno) for frame in filter(is_users, frames)]
+        lines = [(frame.filename, frame.lineno) for frame in filter(is_callers, frames)]
     if not lines:
         return ""
     file, number = lines[-1]

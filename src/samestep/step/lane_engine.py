@@ -24,7 +24,6 @@ from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.graph_choice import LaneGraphs
 from samestep.step.guards import (
-    MetricGuard,
     ModelGuard,
     OptimizerGuard,
     check_divisors,
@@ -34,6 +33,7 @@ from samestep.step.guards import (
 )
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.lane_state import LaneState
+from samestep.step.metric_guard import MetricGuard
 from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
 from samestep.step.recheck import Recheck
 from samestep.step.scaling import scaled
@@ -262,16 +262,19 @@ class LaneEngine(LaneContext):
         """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
         config = self.config
         # a batch that the user leaves out may have any loss
-        if config.skip_batches is not None and any(step in span for span in config.skipped_steps):
+        if config.skips(step):
             return f"step {step} is in skip_batches={config.skip_batches}"
         if config.nonfinite_loss == "continue":
             return None
         losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-        is_shared = loss.embed is not None and self.lanes > 1
-        reason = nonfinite_loss(losses, step, is_shared=is_shared)
+        reason = nonfinite_loss(losses, step, is_shared=self.shares(loss))
         if reason is not None and config.nonfinite_loss == "stop":
             raise nonfinite_error(reason, results)
         return reason
+
+    def shares(self, loss: LossSpec) -> bool:
+        """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
+        return loss.embed is not None and self.lanes > 1
 
     def _begin_graphs(self, graphs: LaneGraphs, loss: LossSpec, step: int) -> None:
         is_alone = self.world.size > 1 and len(self.own) == 1
@@ -324,7 +327,7 @@ class LaneEngine(LaneContext):
         embeddings of all lanes, so each lane has two passes: to its embeddings and, when all
         workers have computed the loss, back from the gradients of its embeddings.
         """
-        if loss.embed is None or self.lanes == 1:
+        if not self.shares(loss):
             return LanePass(self, loss, batch, parameters, seed, overlap.active)
         return WholeBatchPass(self, loss, batch, parameters, seed, overlap.active)
 

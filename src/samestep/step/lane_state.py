@@ -169,7 +169,7 @@ class LaneState:
                 if id(kept := reference.value()) in values:  # also where the lane copied it to
                     reference.put(values[id(kept)])
             for _, placeholder, _ in hidden:
-                if isinstance(placeholder, _FloatOfAnotherLane):
+                if isinstance(placeholder, FloatOfAnotherLane):
                     placeholder.show()
 
     def _search(self, roots: dict[str, Any], *, in_lane: bool = False) -> None:
@@ -236,7 +236,7 @@ class _OfAnotherLane(Tensor):
         raise _was_read(placeholder.place, placeholder.lane)
 
 
-class _FloatOfAnotherLane(float):
+class FloatOfAnotherLane(float):
     """A placeholder for a float that an earlier lane left; arithmetic raises `LossError`.
 
     It is a float, so that code in C, such as that of torch, reads its value.
@@ -261,7 +261,7 @@ class _FloatOfAnotherLane(float):
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    def operation(self: _FloatOfAnotherLane, *args: Any) -> Any:
+    def operation(self: FloatOfAnotherLane, *args: Any) -> Any:
         if self.is_hidden:
             raise _was_read(self.place, self.lane)
         return getattr(float, name)(self, *args)
@@ -271,14 +271,14 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 BINARY: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 for each in (*BINARY, *(f"r{name}" for name in BINARY), "neg", "abs", "lt", "le", "gt", "ge"):
-    setattr(_FloatOfAnotherLane, f"__{each}__", _refusing(f"__{each}__"))
+    setattr(FloatOfAnotherLane, f"__{each}__", _refusing(f"__{each}__"))
 
 
 def _placeholder(value: Any, name: str, lane: int) -> Any:
     """Return a placeholder for a tensor or float, which says which lane it is hidden from."""
     if isinstance(value, Tensor):
         return _OfAnotherLane.of(value, name, lane)
-    return _FloatOfAnotherLane(value, name, lane)
+    return FloatOfAnotherLane(value, name, lane)
 
 
 def _was_read(place: str, lane: int) -> LossError:

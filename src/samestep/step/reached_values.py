@@ -28,11 +28,11 @@ from samestep.data.generators import (
     find,
     get_state,
     global_references,
-    is_installed,
     own_dict,
     walk,
 )
 from samestep.torch_internals import buffers_in, parameters_in
+from samestep.user_code import is_installed
 
 SCALARS: Final = (
     bool, int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device,
@@ -117,9 +117,9 @@ class ReachedValues:
         if isinstance(value, CONTAINERS):
             self._add(name, value)
         if attributes := own_dict(value):
-            self._add(name, attributes, is_own=_is_own(type(value)))
+            self._add(name, attributes, is_own=not is_installed(type(value)))
         for kind in type(value).__mro__:
-            if _is_own(kind) and kind not in self._kinds:
+            if kind not in self._kinds and not is_installed(kind):
                 self._kinds.add(kind)
                 self._add(kind.__name__, vars(kind))
 
@@ -148,10 +148,6 @@ class _Nothing:
 
     def __getitem__(self, key: object) -> None:
         return None
-
-
-def _is_own(kind: type) -> bool:
-    return not (is_installed(kind) or kind.__module__.partition(".")[0] == "samestep")
 
 
 def _is_public(key: Any, value: Any) -> bool:

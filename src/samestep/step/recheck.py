@@ -16,7 +16,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn import Module
 
 from samestep.comm.base import World
 from samestep.data.batch import Batch, Incomplete
+from samestep.data.nested import tensors_in
 from samestep.errors import ConfigError, RecheckError
 from samestep.step.gradients import Gradients
 from samestep.step.hashing import begin_hashes, hashes_of
@@ -286,14 +286,6 @@ def _differing_names(values: Sequence[Hashes]) -> list[str]:
 
 def _hash_of_batch(batch: Any) -> int:
     """Return a hash of the tensors in a batch: what differs there has another cause."""
-    return hash(tuple(hashes_of([*_tensors(batch)])))  # of integers: the same in every process
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        if batch.layout == torch.strided and not batch.is_nested:
-            yield batch
-    elif isinstance(batch, Mapping):
-        yield from chain.from_iterable(map(_tensors, batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        yield from chain.from_iterable(map(_tensors, batch))
+    tensors = [tensor for _, tensor in tensors_in(batch)]
+    dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
+    return hash(tuple(hashes_of(dense)))  # of integers: the same in every process

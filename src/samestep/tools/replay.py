@@ -30,6 +30,10 @@ OPTIONS: Final = (
 )
 # turned off; a lane that is checked again would be shown, saved and debugged twice
 QUIET: Final = ("snapshot_every", "hot_every", "system_every", "check_every", "recheck_every")
+SHARED: Final = (
+    "the loss is that of all lanes, so it does not tell which samples are to blame; --lane shows"
+    " those of one lane"
+)
 SHOWN_SAMPLES: Final = 8  # of a lane that is not looked at closely
 
 
@@ -254,10 +258,12 @@ class Report:
             _print_table(reports)
             for report in reports:
                 self._print_lane(report)
+            if self._worst.get(call) is None:
+                print(SHARED)
 
     def _compare(self) -> Iterator[str]:
         """Yield lines about the program, the environment, the means and the state."""
-        from samestep.run.process import differences
+        from samestep.run.environment import differences
 
         record, folder = self._record, self._folder
         (start, *_) = [e for e in read_events(folder) if e["event"] in STARTS]

@@ -1,0 +1,42 @@
+"""Values in nested containers: batches, and the states of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
+    """Return the parts of a mapping, list, tuple or dataclass by name, none of other values."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return vars(value) if is_dataclass(value) and not hasattr(value, "__len__") else {}
+
+
+def tensors_in(value: Any, separator: str = ".", path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested containers with their paths, such as "0" or "inputs.ids"."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for name, part in parts_of(value).items():
+        yield from tensors_in(part, separator, f"{path}{separator}{name}" if path else str(name))
+
+
+def mapped(batch: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return a batch with `fn` of every tensor, and of other objects with a method `to`."""
+    if hasattr(batch, "to"):
+        return fn(batch)
+    if isinstance(batch, dict):
+        return type(batch)((name, mapped(value, fn)) for name, value in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(value, fn) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(mapped(value, fn) for value in batch)
+    return batch

@@ -1,0 +1,52 @@
+"""Whose code a file, class or frame is."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sysconfig
+from pathlib import Path
+from traceback import FrameSummary
+
+import pytest
+import torch
+
+import samestep as ss
+from samestep.user_code import is_callers, is_installed, is_users
+
+PURELIB = sysconfig.get_path("purelib")
+
+
+@pytest.mark.parametrize(
+    ("path", "users", "callers"),
+    [
+        ("/home/user/train.py", True, True),
+        ("/home/user/my-packages/train.py", True, True),
+        ("/home/user/samestep_jobs/train.py", True, True),
+        ("<ipython-input-1>", True, True),
+        ("<string>", True, True),
+        ("<frozen runpy>", False, False),
+        (json.__file__, False, False),
+        (f"{PURELIB}/transformers/trainer.py", False, True),
+        ("/usr/lib/python3/dist-packages/yaml/__init__.py", False, True),
+        (ss.__file__, False, False),
+        (torch.__file__, False, False),
+        (f"{Path(torch.__file__).parent}/utils/data/dataloader.py", False, True),
+    ],
+)
+def test_files_of_the_user_and_of_packages(path, users, callers):
+    assert is_users(path) == users
+    assert is_callers(FrameSummary(path, 1, "fn")) == callers
+
+
+def test_a_path_that_only_begins_like_that_of_python_or_samestep_is_the_users():
+    assert is_users(f"{Path(os.__file__).parent}_of_user/train.py")
+    assert is_users(f"{Path(ss.__file__).parent}_jobs/train.py")
+
+
+def test_classes_of_samestep_python_and_packages_are_installed():
+    installed = (list, collections.OrderedDict, argparse.Namespace, torch.nn.Linear, ss.Patience)
+    assert all(map(is_installed, installed))
+    assert not is_installed(type("Own", (torch.nn.Linear,), {"__module__": __name__}))
