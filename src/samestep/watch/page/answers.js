@@ -1,6 +1,6 @@
 // Three answers about the run: is it learning, is it healthy, and what is slow?
 
-import { partColor, partName, PARTS } from "./colors.js";
+import { partBar, partKey, partName, percentages } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { bestOf, count, goal, number, principal, several } from "./format.js";
 import { choose } from "./state.js";
@@ -101,18 +101,11 @@ function checked([severity, text, state, title = text]) {
 }
 
 function shares(parts) {
-  const all = PARTS.reduce((sum, part) => sum + (parts?.[part] ?? 0), 0);
-  if (!all) return [h("p", {}, "no step has been timed yet")];
-  const found = PARTS.map((part) => [part, (100 * (parts[part] ?? 0)) / all]);
-  const largest = [...found].sort((a, b) => b[1] - a[1]).slice(0, MOST_PARTS);
-  const key = (part) => h("i", { class: "key", vars: { background: partColor(part) } });
-  const area = ([part, percent]) =>
-    h("i", { vars: { width: `${percent}%`, background: partColor(part) } });
+  const found = percentages(parts);
+  if (!found) return [h("p", {}, "no step has been timed yet")];
+  const largest = found.toSorted((a, b) => b[1] - a[1]).slice(0, MOST_PARTS);
   const share = ([part, percent]) =>
     h("span", { "data-part": part },
-      key(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
-  return [
-    h("div", { class: "parts", "aria-hidden": "true" }, found.filter(([, one]) => one).map(area)),
-    h("p", { class: "parts-named" }, largest.map(share)),
-  ];
+      partKey(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
+  return [partBar("parts", found), h("p", { class: "parts-named" }, largest.map(share))];
 }

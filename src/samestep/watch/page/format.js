@@ -1,11 +1,6 @@
 // Numbers, times and sizes as text.
 
-const UNITS = [
-  ["d", 86400],
-  ["h", 3600],
-  ["min", 60],
-  ["s", 1],
-];
+const UNITS = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
 
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
 
@@ -67,14 +62,10 @@ export function bytes(size) {
   return `${Number(size.toPrecision(3))} TB`;
 }
 
-const dayAndTime = new Intl.DateTimeFormat("en-GB", {
-  day: "numeric",
-  month: "short",
-  hour: "2-digit",
-  minute: "2-digit",
-  second: "2-digit",
-});
-const timeOnly = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const TIME = { hour: "2-digit", minute: "2-digit" };
+const DAY_AND_TIME = { day: "numeric", month: "short", ...TIME, second: "2-digit" };
+const timeOnly = new Intl.DateTimeFormat("en-GB", TIME);
+const dayAndTime = new Intl.DateTimeFormat("en-GB", DAY_AND_TIME);
 
 export const moment = (time) => (time ? dayAndTime.format(time * 1000) : "–");
 

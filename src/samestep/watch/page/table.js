@@ -3,6 +3,7 @@
 import { get, report } from "./api.js";
 import { h, keepFocus, onChange, searchBox } from "./dom.js";
 import { ago, bestOf, count, duration, number, principal, several } from "./format.js";
+import { PLACES } from "./groups.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
 import { flat, ownNames } from "./settings.js";
@@ -11,7 +12,6 @@ import { choose, state } from "./state.js";
 
 const MOST_SCORES = 2; // chosen automatically
 const MOST_SETTINGS = 6;
-const PLACES = ["dir", "remote", "sinks"]; // differ in most runs, and say nothing about results
 const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
 // a run becomes silent without an event, and has no `elapsed` until its record is read
@@ -159,11 +159,8 @@ function compares(value, sign, limit) {
 function namesOf(runs) {
   const scores = new Set(runs.flatMap(({ scores: names }) => names));
   const seen = new Map();
-  for (const { values } of runs) {
-    for (const [name, value] of Object.entries(values)) {
-      if (!seen.has(name)) seen.set(name, new Set());
-      seen.get(name).add(value);
-    }
+  for (const [name, value] of runs.flatMap(({ values }) => Object.entries(values))) {
+    seen.set(name, (seen.get(name) ?? new Set()).add(value));
   }
   const isScore = (name) => scores.has(name) || scores.has(name.replace(/^best /, ""));
   const differs = ([name, found]) => !isScore(name) && (found.size > 1 || runs.length === 1);
