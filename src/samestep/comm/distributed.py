@@ -350,12 +350,7 @@ class Distributed(World):
         return Arrival(end, is_there)
 
     def _end_of(
-        self,
-        waits: Sequence[Callable[[], object]],
-        what: str,
-        sent: Tensor,
-        *,
-        polled: bool = True,
+        self, waits: Sequence[Callable[[], object]], what: str, sent: Tensor, *, polled: bool = True
     ) -> Callable[[], None]:
         """Return a call that completes a transfer, whose input `sent` stays in memory until then.
 

@@ -23,15 +23,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
-from samestep.comm.signing import (
-    NONCE_BYTES,
-    derive,
-    is_proof,
-    nonce_of,
-    prove,
-    sign,
-    verified,
-)
+from samestep.comm.signing import NONCE_BYTES, derive, is_proof, nonce_of, prove, sign, verified
 from samestep.errors import ConfigError, WorldError
 
 Message = Mapping[str, Any]
