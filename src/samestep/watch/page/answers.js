@@ -2,7 +2,7 @@
 
 import { partBar, partKey, partName, percentages } from "./colors.js";
 import { h, onChange } from "./dom.js";
-import { bestOf, count, goal, number, principal, several } from "./format.js";
+import { bestOf, count, number, several } from "./format.js";
 import { choose } from "./state.js";
 
 const STEADY = 0.005; // a smaller change is no trend
@@ -39,14 +39,15 @@ function cell(key, label, tab) {
 }
 
 function learned(run) {
-  return Object.values(principal(run.scalars)).map((scalar) => {
-    const { name, last, trend } = scalar;
-    return { name, last, trend, best: bestOf(scalar), at: scalar[`${goal(name)}_step`] };
+  return run.principals.map((principal) => {
+    const scalar = run.scalars.find(({ name }) => name === principal);
+    const { name, goal, last, trend } = scalar;
+    return { name, goal, last, trend, best: bestOf(scalar), at: scalar[`${goal}_step`] };
   });
 }
 
-function scored({ name, last, best, trend: change, at }) {
-  const isBetter = change < 0 === (goal(name) === "lowest");
+function scored({ name, goal, last, best, trend: change, at }) {
+  const isBetter = change < 0 === (goal === "lowest");
   const percent = Math.min(999, Math.round(100 * Math.abs(change)));
   const severity = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
   const where = at === null ? "" : ` after ${several(at, "step")}, as in a snapshot's name`;

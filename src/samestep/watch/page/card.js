@@ -1,7 +1,7 @@
 // A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
 import { TIME } from "./chart.js";
-import { bestOf, clockSpan, count, goal, number, several, splitName } from "./format.js";
+import { bestOf, clockSpan, count, number, several, splitName } from "./format.js";
 import { get, path } from "./api.js";
 import { h, headButton } from "./dom.js";
 import { framed } from "./frame.js";
@@ -173,7 +173,7 @@ export class Card {
     const isShown = runs.some(({ id }) => id === state.run);
     const scalar = lines[0]?.isGroup ? null : this.scalarOf(isShown ? state.run : runs[0]?.id);
     const best = scalar ? bestOf(scalar) : null;
-    const word = goal(this.name) ? "best" : "highest";
+    const word = scalar?.goal ? "best" : "highest";
     this.best.textContent = best === null ? "" : `${word} ${number(best)}`;
   }
 
