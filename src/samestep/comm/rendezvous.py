@@ -202,9 +202,8 @@ def rendezvous(
             failed = exits.enter_context(ExitStack())  # until the board owns the file
             if statuses is not None:
                 failed.callback(os.close, statuses)
-            nonce = os.urandom(16).hex()
-            own_info = PeerInfo(socket.gethostname(), os.getpid(), home, address, nonce)
-            own_info = replace(own_info, statuses=statuses, gpus=tuple(gpus))
+            this = socket.gethostname(), os.getpid(), home, address, os.urandom(16).hex()
+            own_info = PeerInfo(*this, statuses, tuple(gpus))
             infos = _gather_infos(client, process, own_info, seconds)
             nccl = _have_own_gpus(client, [info.gpus for info in infos])
             sharing = [info.home if info.address and not nccl else None for info in infos]
@@ -226,11 +225,9 @@ def rendezvous(
                 except BaseException:
                     watchdog.close()
                     raise
-    key = _signing_key(infos)
-    machines = homes if nccl else ()
-    return Rendezvous(
-        rank, size, hosts, mesh, store, watchdog, timeout_seconds, key, nccl, machines
-    )
+    key, machines = _signing_key(infos), homes if nccl else ()
+    workers = rank, size, hosts, mesh, store, watchdog
+    return Rendezvous(*workers, timeout_seconds, key, nccl, machines)
 
 
 def locate(process: ProcessInfo, timeout_seconds: float) -> ProcessInfo:
