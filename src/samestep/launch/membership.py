@@ -73,9 +73,8 @@ class Membership:
         node.host = node.name
         losses, lost_at = self._losses.get(node.host, (0, -math.inf))
         if losses and node.joined_at - lost_at < FORGET_SECONDS:
-            node.trusted_at = node.joined_at + min(
-                PROBATION_SECONDS * 2 ** (losses - 1), FORGET_SECONDS
-            )
+            probation = min(PROBATION_SECONDS * 2 ** (losses - 1), FORGET_SECONDS)
+            node.trusted_at = node.joined_at + probation
         used_names = {other.name for other in self._nodes}
         if node.name in used_names:
             names = (f"{node.name} ({number})" for number in itertools.count(2))
@@ -154,9 +153,8 @@ class Membership:
 
     def _dismiss(self, node: Node) -> None:
         self._nodes.remove(node)
-        outcome: Message = {"signal": signal.SIGTERM}
-        if node.failure is not None:
-            outcome = {"failure": asdict(node.failure)}
+        failure = node.failure
+        outcome: Message = {"failure": asdict(failure)} if failure else {"signal": signal.SIGTERM}
         node.send({"order": "end", "attempt": self._attempt.number, **outcome})
 
     def _start_if_enough(self, now: float) -> None:
@@ -203,11 +201,10 @@ class Membership:
 
     def _can_use_more(self, now: float) -> bool:
         nodes = self._attempt.nodes
+        ready = [node for node in self._nodes if node.ready and now >= node.trusted_at]
         return (
             self._attempt.busy_nodes == nodes
-            and any(
-                node.ready and node not in nodes and now >= node.trusted_at for node in self._nodes
-            )
+            and any(node not in nodes for node in ready)
             and len(nodes) < self._policy.max_nodes
             and sum(node.max_workers for node in nodes) < (self._policy.lanes or sys.maxsize)
         )
