@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.link import to_bytes, to_text
+from samestep.comm.link import parse, to_bytes, to_text
 from samestep.comm.mesh import Mesh, MeshPeer, StatusBoard, create_boards
 from samestep.comm.signing import derive
 from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
@@ -358,10 +358,7 @@ def _unpack(text: Any) -> list[Any]:
         data = zlib.decompressobj().decompress(to_bytes(text), MAX_ENTRIES_BYTES)
     except (TypeError, zlib.error) as error:
         raise ValueError(f"invalid entries: {error}") from error
-    try:
-        entries = json.loads(data)
-    except RecursionError:
-        raise ValueError("entries are nested too deeply") from None
+    entries = parse(data)
     return entries if isinstance(entries, list) else []
 
 

@@ -54,11 +54,10 @@ class Membership:
         log: Callable[[str], None],
     ) -> None:
         self.phase = Phase.JOINING
-        self._policy = policy
+        self._policy, self._joining_since = policy, now
         self._nodes: list[Node] = []
         self._attempt = Attempt(-1)
         self._open_attempt, self._log = open_attempt, log
-        self._joining_since = now
         self._settled_at = math.inf
         self._last_loss = ""
         self._restarts = RestartBudget(policy.max_restarts)
@@ -184,9 +183,8 @@ class Membership:
             if local_workers := min(node.max_workers, workers - first_rank):
                 node.busy, node.first_rank = True, first_rank
                 attempt.nodes.append(node)
-                ranks = {"first_rank": first_rank, "local_workers": local_workers}
                 order = {"order": "start", "attempt": attempt.number, "workers": workers}
-                node.send({**order, **ranks})
+                node.send({**order, "first_rank": first_rank, "local_workers": local_workers})
                 first_rank += local_workers
 
     def _check_attempt(self, now: float) -> None:
@@ -230,8 +228,7 @@ class Membership:
 
     def _node_of(self, rank: int) -> Node:
         """Return the host of a worker of this attempt."""
-        nodes = [node for node in self._attempt.nodes if node.first_rank <= rank]
-        return max(nodes, key=lambda node: node.first_rank)
+        return [node for node in self._attempt.nodes if node.first_rank <= rank][-1]
 
     def _leave_out(self, failure: WorkerFailure, now: float) -> None:
         """Continue without the host of a worker whose hardware is faulty."""
