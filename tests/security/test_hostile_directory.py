@@ -67,7 +67,11 @@ def test_the_page_shows_the_good_run_and_says_what_is_wrong_with_the_bad_ones(ru
 
         rows, faults = until(answers)
         assert rows.keys() == {"good", *LARGE, *UNREADABLE}
-        assert rows["good"]["principal"] == {"name": "loss", "last": 0.123}
+        assert rows["good"]["principal"] == {
+            "name": "loss",
+            "last": 0.123,
+            "goal": "lowest",
+        }
         for name, (_, reason) in UNREADABLE.items():
             assert reason in faults[name]
         for name in rows:

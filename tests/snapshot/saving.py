@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from samestep.snapshot import SnapshotWriter
+from samestep.snapshot import SnapshotWriter, list_snapshots
+from samestep.snapshot.read import fault
 from samestep.step.layout import TensorSlice, flattened, storage_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 Reports = list[tuple[str, dict[str, Any]]]
@@ -93,3 +94,12 @@ def sliced(tensor: torch.Tensor, start: int, stop: int) -> TensorSlice:
     return TensorSlice(
         flattened(tensor)[start:stop].clone(), tuple(tensor.shape), start, storage_order(tensor)
     )
+
+
+def find_newest(directory: Path, report: Callable[..., object]) -> Path | None:
+    """Return the newest complete snapshot; report those after it, in the words of a resume."""
+    for path in reversed(list_snapshots(directory)):
+        if (reason := fault(path)) is None:
+            return path
+        report("snapshot_rejected", path=str(path), reason=reason)
+    return None

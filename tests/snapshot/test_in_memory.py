@@ -23,7 +23,7 @@ from samestep.errors import SnapshotError
 from samestep.handoff import SLOTS, open_launcher_state
 from samestep.record import open_record
 from samestep.snapshot import files, in_memory, load_newest, memory_slot
-from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.in_memory import InMemorySnapshots, Saving
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.part import StagingBuffer, contribution_of
 from tests.snapshot.exact import exact
@@ -91,7 +91,8 @@ def save(snapshots, worker, step, attempt="a"):
         "optimizer": {"momentum": sliced(momentum(step), low, high)},
         "streams": {lane: torch.full((2,), lane) for lane in range(4) if lane % workers == worker},
     }
-    snapshots[worker].save(step, attempt, small_state(step), own_state, INFO, time.monotonic())
+    saving = Saving(step, attempt, INFO, time.monotonic())
+    snapshots[worker].save(saving, small_state(step), own_state)
 
 
 def save_all(snapshots, step, attempt="a"):
@@ -326,7 +327,7 @@ def test_auto_saves_immediately_and_then_as_all_workers_agree(monkeypatch):
     with open_launcher_state(1) as launcher_state:
         (snapshots,) = team([launcher_state], 1, "auto")
         assert snapshots.is_due(1, agreed=False)
-        snapshots.save(1, "a", small_state(1), {}, INFO, clock.now)
+        snapshots.save(Saving(1, "a", INFO, clock.now), small_state(1), {})
         assert not snapshots.time_is_up()
         clock.now += 49.9
         assert not snapshots.time_is_up()
@@ -338,7 +339,7 @@ def test_auto_saves_immediately_and_then_as_all_workers_agree(monkeypatch):
 def stage(snapshots, worker, step):
     """Save a worker's part for a snapshot on disk, too; return the data file."""
     own_part, values = contribution_of(small_state(step), {}, worker, len(snapshots))
-    data = snapshots[worker].stage(step, "a", INFO, time.monotonic(), own_part, values)
+    data = snapshots[worker].stage(Saving(step, "a", INFO, time.monotonic()), own_part, values)
     assert bytes(data) == bytes(StagingBuffer().copy(own_part, values))
     return data
 
@@ -360,9 +361,8 @@ def test_snapshots_on_disk_are_written_from_a_slot_that_stays_until_all_workers_
         for step in (3, 4, 5):
             for worker, worker_snapshots in enumerate(snapshots):
                 own_state = {"streams": {worker: torch.full((2,), step)}}
-                worker_snapshots.save(
-                    step, "a", small_state(step), own_state, INFO, time.monotonic(), writing=True
-                )
+                saving = Saving(step, "a", INFO, time.monotonic())
+                worker_snapshots.save(saving, small_state(step), own_state, writing=True)
             assert newest() == [(2, 1), (step, 0)]
         assert list(map(bytes, staged)) == contents
         save_all(snapshots, 6)
@@ -375,7 +375,9 @@ def test_a_step_that_was_saved_for_disk_is_not_saved_again():
         (snapshots,) = team([launcher_state], 1)
         stage([snapshots], 0, 1)
         with mock.patch.object(memory_slot.MemorySlot, "write") as write:
-            snapshots.save(1, "a", small_state(1), {}, INFO, time.monotonic(), writing=False)
+            snapshots.save(
+                Saving(1, "a", INFO, time.monotonic()), small_state(1), {}, writing=False
+            )
         assert not write.called
 
 
@@ -435,7 +437,8 @@ def test_one_worker_reports_once_that_no_memory_outlives_workers(is_new, reporti
             assert worker_snapshots.find(refuse) == []
             worker_snapshots.report_start(0, is_new=is_new)
             try:
-                worker_snapshots.save(1, "a", small_state(1), {}, INFO, time.monotonic())
+                saving = Saving(1, "a", INFO, time.monotonic())
+                worker_snapshots.save(saving, small_state(1), {})
             except SnapshotError as error:
                 reported[rank] = str(error)
     assert list(reported) == reporting

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from samestep.errors import SnapshotError
-from samestep.snapshot import SnapshotWriter, find_newest, list_snapshots, load, part
+from samestep.snapshot import SnapshotWriter, list_snapshots, load, part
 from samestep.snapshot.commit import CommitProtocol
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault
 from tests.snapshot.exact import exact
-from tests.snapshot.saving import NO_INFO, save_once, small_state
+from tests.snapshot.saving import NO_INFO, find_newest, save_once, small_state
 from tests.workers import run_workers, try_workers
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import samestep as ss
 from samestep.errors import SnapshotError
-from samestep.snapshot import check, find_newest, list_snapshots, load, part, read
+from samestep.snapshot import check, list_snapshots, load, part, read
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manifest import LARGEST_BYTES, NAME
 from samestep.snapshot.read import fault, inspect
 from samestep.snapshot.state import canonical
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
-from tests.snapshot.saving import save, save_once, small_state, team
+from tests.snapshot.saving import find_newest, save, save_once, small_state, team
 from tests.snapshot.test_state import tagged_values
 
 if TYPE_CHECKING:

@@ -16,13 +16,21 @@ from hypothesis import strategies as st
 
 import samestep as ss
 from samestep.errors import RecordError, SnapshotError
-from samestep.snapshot import SnapshotWriter, check, find_newest, list_snapshots, load, part
+from samestep.snapshot import SnapshotWriter, check, list_snapshots, load, part
 from samestep.snapshot.commit import CommitProtocol
 from samestep.snapshot.manifest import NAME
 from samestep.step.layout import flattened
 from tests.faults import full_disk
 from tests.snapshot.exact import exact, states, tensors
-from tests.snapshot.saving import NO_INFO, save, save_once, sliced, small_state, team
+from tests.snapshot.saving import (
+    NO_INFO,
+    find_newest,
+    save,
+    save_once,
+    sliced,
+    small_state,
+    team,
+)
 from tests.workers import run_workers
 
 MEBIBYTE = 2**20

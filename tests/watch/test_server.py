@@ -139,7 +139,7 @@ def test_a_run(server):
             "commit",
         ),
         *("environment", "hosts"),
-        *("noted", "tags", "note", "locked", "share", "principal"),
+        *("noted", "tags", "note", "locked", "share", "principal", "principals"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ from samestep.errors import RecordError
 from samestep.record import read_history
 from samestep.record.source import open_source
 from samestep.watch import view as view_module
-from samestep.watch.view import MOST_ITEMS, View, media_type, thin
+from samestep.watch.curves import Curve
+from samestep.watch.view import MOST_ITEMS, View, media_type, principals, thin
 from tests.watch.writing import (
     START,
     histogram,
@@ -190,7 +192,10 @@ def test_the_row_of_a_long_record_is_known_before_it_is_read(tmp_path):
     later = {"elapsed", "scores", "share"}
     assert {name for name in read if row[name] != read[name]} == later
     assert (row["state"], row["step"], row["settings"]) == ("finished", 300, {"lr": 0.1})
-    assert (row["elapsed"], row["scores"]) == (None, {"loss": {"last": 1 / 300}})
+    assert (row["elapsed"], row["scores"]) == (
+        None,
+        {"loss": {"last": 1 / 300, "goal": "lowest"}},
+    )
     assert short["state"] == "finished"
     assert read["scores"]["loss"]["highest"] == 1
     view.peek()  # too late
@@ -567,3 +572,38 @@ def test_many_samples_are_thinned_and_keep_their_extremes(tmp_path):
     cpu = next(curve for curve in view.system()["curves"] if curve["name"] == "cpu")
     assert len(cpu["x"]) <= 500
     assert max(cpu["value"]) == 90.0
+
+
+def test_the_principal_scalars_of_a_run():
+    def curve(count):
+        points = Curve()
+        for step in range(count):
+            points.append((step, 1), 0.0, 0.5, math.nan, math.nan)
+        return points
+
+    def principal(**points):
+        return principals({name: curve(count) for name, count in points.items()})
+
+    train = {"train/loss": 100, "train/accuracy": 100, "lr": 100}
+    assert principal(**train) == {"score": "train/accuracy", "loss": "train/loss"}
+    evaluated = {"val/accuracy": 10, "val/loss": 10}
+    expected = {"score": "val/accuracy", "loss": "val/loss"}
+    assert principal(**train, **evaluated) == principal(**evaluated, **train) == expected
+    assert principal(**{**evaluated, "val/loss": 100}, **train) == expected
+    assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
+    assert principal(loss=100, error=50) == {"loss": "loss"}
+    trained = {"loss": 100, "top1": 100, "train/loss": 10, "train/top1": 10}  # as the ViT recipe
+    expected = {"score": "model_top1", "loss": "model_loss"}
+    for evaluations in (5, 10):
+        scores = dict.fromkeys(("model_loss", "model_top1", "ema_loss", "ema_top1"), evaluations)
+        assert principal(**trained, **scores) == expected
+    assert principal(**trained) == {"score": "top1", "loss": "loss"}
+    for name in ("loss/test", "ema_val-loss", "held_out/loss", "evaluation loss", "Valid.loss"):
+        assert principal(**trained, **{name: 100})["loss"] == name
+    for name in ("latest_loss", "value_loss", "contest/loss"):
+        assert principal(**trained, **{name: 100})["loss"] == "loss"
+    assert principal(lr=100) == principal() == {}
+    for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
+        assert principal(**{score: 1, "gap": 1}) == {"score": score}
+    others = ("gap", "apples", "return_dev", "return_std", "layer2", "r20", "lr2", "accumulated")
+    assert principal(**dict.fromkeys(others, 1)) == {}

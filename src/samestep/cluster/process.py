@@ -71,17 +71,9 @@ def find_process(environment: Mapping[str, str]) -> ProcessInfo:
             f"{', '.join(sources)} contradict each other; "
             f"ranks count from 0 to the world size minus 1; {launcher.advice}"
         )
-    return ProcessInfo(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        address=address,
-        port=port,
-        started_by=started_by,
-        source=launcher.source,
-        knows_host=launcher.knows_host or world_size == 1,
-    )
+    place = rank, world_size, local_rank, local_world_size
+    knows_host = launcher.knows_host or world_size == 1
+    return ProcessInfo(*place, address, port, started_by, launcher.source, knows_host)
 
 
 def _read_launcher(environment: Mapping[str, str]) -> tuple[StartedBy, LauncherVariables | None]:

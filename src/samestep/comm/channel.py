@@ -18,7 +18,7 @@ from itertools import product
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -296,12 +296,11 @@ class Channel:
         return transfer
 
     def _start(self) -> None:
-        for name, queue, handle in (
+        for name, *job in (
             ("sender", self._outgoing, self._send),
             ("receiver", self._posted, self._receive),
         ):
-            arguments = queue, handle
-            thread = Thread(target=self._run, args=arguments, daemon=True, name=f"samestep {name}")
+            thread = Thread(target=self._run, args=job, daemon=True, name=f"samestep {name}")
             self._threads.append(thread)
             thread.start()
 
@@ -426,30 +425,26 @@ class Reduction:
             channel.wait(transfer, seconds, since)
 
 
-class ChannelPartners:
+class ChannelPartners(NamedTuple):
     """Partners with a channel to each, by rank.
 
     `next_number` returns the number of a transfer, the same on all workers. `arrival` explains the
     errors of waiting for one.
     """
 
-    def __init__(
-        self,
-        channels: Mapping[int, Channel],
-        next_number: Callable[[], int],
-        arrival: Callable[[Callable[[float], None], Callable[[], bool], str], Arrival],
-    ) -> None:
-        self._channels, self._next_number, self._arrival = channels, next_number, arrival
+    channels: Mapping[int, Channel]
+    next_number: Callable[[], int]
+    arrival: Callable[[Callable[[float], None], Callable[[], bool], str], Arrival]
 
     def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
         """Do what `Partners.begin_sums` says, with a `Reduction` for each tensor."""
-        reductions = [Reduction(self._channels, self._next_number(), share) for share in shares]
+        reductions = [Reduction(self.channels, self.next_number(), share) for share in shares]
 
         def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
             arrivals = []
             for reduction, sums_by_rank in zip(reductions, sums, strict=True):
                 reduction.send(sums_by_rank)
-                arrivals.append(self._arrival(reduction.wait, reduction.is_done, what))
+                arrivals.append(self.arrival(reduction.wait, reduction.is_done, what))
             return arrivals
 
         return send

@@ -114,15 +114,12 @@ def _with_group(world: World, store: Store | None, config: Config) -> World:
     """
     if config.process_group and not dist.is_initialized():
         world.made_group = True
-        timeout = timedelta(seconds=config.timeout)
+        # the status of this worker uses the other connection
+        own_store = store.clone() if store else HashStore()  # type: ignore[attr-defined]
+        rank, size, timeout = world.rank, world.size, timedelta(seconds=config.timeout)
         with gloo_interface(LOOPBACK):
             dist.init_process_group(
-                "gloo",
-                # the status of this worker uses the other connection
-                store=store.clone() if store else HashStore(),  # type: ignore[attr-defined]
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timeout,
+                "gloo", store=own_store, rank=rank, world_size=size, timeout=timeout
             )
     return world
 

@@ -350,12 +350,7 @@ class Distributed(World):
         return Arrival(end, is_there)
 
     def _end_of(
-        self,
-        waits: Sequence[Callable[[], object]],
-        what: str,
-        sent: Tensor,
-        *,
-        polled: bool = True,
+        self, waits: Sequence[Callable[[], object]], what: str, sent: Tensor, *, polled: bool = True
     ) -> Callable[[], None]:
         """Return a call that completes a transfer, whose input `sent` stays in memory until then.
 
@@ -464,12 +459,9 @@ def _is_of_gpu(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     """Return the first line of a message, and the last error of NCCL if it has one."""
     first, *lines = str(error).strip().splitlines() or [type(error).__name__]
-    last = (
-        [line.strip() for line in lines[lines.index("Last error:") + 1 :] if line.strip()]
-        if "Last error:" in lines
-        else []
-    )
-    return f"{first}; NCCL's last error: {' '.join(last)}" if last else first
+    last = lines[lines.index("Last error:") + 1 :] if "Last error:" in lines else []
+    text = " ".join(filter(None, map(str.strip, last)))
+    return f"{first}; NCCL's last error: {text}" if text else first
 
 
 def _row(data: bytes, what: str, size: int) -> Tensor:

@@ -23,15 +23,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
-from samestep.comm.signing import (
-    NONCE_BYTES,
-    derive,
-    is_proof,
-    nonce_of,
-    prove,
-    sign,
-    verified,
-)
+from samestep.comm.signing import NONCE_BYTES, derive, is_proof, nonce_of, prove, sign, verified
 from samestep.errors import ConfigError, WorldError
 
 Message = Mapping[str, Any]
@@ -85,12 +77,17 @@ def encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def decode(body: bytes) -> dict[str, Any]:
-    """Parse a message. Raises `ValueError` unless it is a JSON object."""
+def parse(data: bytes) -> Any:
+    """Parse JSON that anyone may have sent. Raises `ValueError` if it is invalid."""
     try:
-        message = json.loads(body)
+        return json.loads(data)
     except RecursionError:
         raise ValueError("a message is nested too deeply") from None
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """Parse a message. Raises `ValueError` unless it is a JSON object."""
+    message = parse(body)
     if not isinstance(message, dict):
         # a wrong value from the peer, not a wrong type from the caller
         raise ValueError(f"expected a JSON object, got {type(message).__name__}")  # noqa: TRY004

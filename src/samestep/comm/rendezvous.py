@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
-from samestep.comm.link import to_bytes, to_text
+from samestep.comm.link import parse, to_bytes, to_text
 from samestep.comm.mesh import Mesh, MeshPeer, StatusBoard, create_boards
 from samestep.comm.signing import derive
 from samestep.comm.status import FORMING, WorkerStatus, list_workers, no_response
@@ -202,9 +202,8 @@ def rendezvous(
             failed = exits.enter_context(ExitStack())  # until the board owns the file
             if statuses is not None:
                 failed.callback(os.close, statuses)
-            nonce = os.urandom(16).hex()
-            own_info = PeerInfo(socket.gethostname(), os.getpid(), home, address, nonce)
-            own_info = replace(own_info, statuses=statuses, gpus=tuple(gpus))
+            this = socket.gethostname(), os.getpid(), home, address, os.urandom(16).hex()
+            own_info = PeerInfo(*this, statuses, tuple(gpus))
             infos = _gather_infos(client, process, own_info, seconds)
             nccl = _have_own_gpus(client, [info.gpus for info in infos])
             sharing = [info.home if info.address and not nccl else None for info in infos]
@@ -226,11 +225,9 @@ def rendezvous(
                 except BaseException:
                     watchdog.close()
                     raise
-    key = _signing_key(infos)
-    machines = homes if nccl else ()
-    return Rendezvous(
-        rank, size, hosts, mesh, store, watchdog, timeout_seconds, key, nccl, machines
-    )
+    key, machines = _signing_key(infos), homes if nccl else ()
+    workers = rank, size, hosts, mesh, store, watchdog
+    return Rendezvous(*workers, timeout_seconds, key, nccl, machines)
 
 
 def locate(process: ProcessInfo, timeout_seconds: float) -> ProcessInfo:
@@ -361,10 +358,7 @@ def _unpack(text: Any) -> list[Any]:
         data = zlib.decompressobj().decompress(to_bytes(text), MAX_ENTRIES_BYTES)
     except (TypeError, zlib.error) as error:
         raise ValueError(f"invalid entries: {error}") from error
-    try:
-        entries = json.loads(data)
-    except RecursionError:
-        raise ValueError("entries are nested too deeply") from None
+    entries = parse(data)
     return entries if isinstance(entries, list) else []
 
 

@@ -94,13 +94,9 @@ def share_files(
         except OSError as error:
             fault = str(error)
         faults = world.all_gather_json(fault, what)  # so that all divide hosts in the same way
-        divided = [
-            part
-            for host in hosts.values()
-            for part in (
-                [[rank] for rank in host] if any(faults[rank] for rank in host) else [host]
-            )
-        ]
+        divided: list[list[int]] = []
+        for host in hosts.values():
+            divided += [[rank] for rank in host] if any(faults[rank] for rank in host) else [host]
         yield divided, files if ranks in divided and len(ranks) > 1 else []
 
 

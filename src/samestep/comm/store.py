@@ -11,14 +11,12 @@ import atexit
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import wait
 from typing import Any, Final, TypeVar
 
@@ -26,9 +24,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from samestep.cluster import ProcessInfo, connect_to_master, listen_at_master
+from samestep.comm.link import parse
 from samestep.comm.signing import derive, sign, verified
 from samestep.comm.status import list_workers
 from samestep.comm.store_server import StoreServer, StoreThread
+from samestep.comm.together import in_thread
 from samestep.comm.token_store import TokenStore, join_store, join_store_of_rank_0
 from samestep.config import TOKEN
 from samestep.torch_internals import default_store
@@ -82,7 +82,7 @@ class StoreClient:
         if not self._request("check", [key]):
             return None
         text = self._verified(key, self._request("get", key))
-        return None if text is None else _parse(text)
+        return None if text is None else parse(text)
 
     def get_many(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of keys, None for those that have none.
@@ -128,7 +128,7 @@ class StoreClient:
             current = self._request("compare_set", key, current, signed)
             text = self._verified(key, current)  # None if it is to be replaced
             if text is not None:
-                return _parse(text)
+                return parse(text)
 
     def count(self, key: str, amount: int = 1) -> int:
         """Increase a counter that starts at 0; return the result."""
@@ -154,7 +154,7 @@ class StoreClient:
     def _values(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of keys that are set, None for those without a valid signature."""
         texts = map(self._verified, keys, self._request("multi_get", list(keys)))
-        return [None if text is None else _parse(text) for text in texts]
+        return [None if text is None else parse(text) for text in texts]
 
     def _signed(self, key: str, value: Any) -> bytes:
         text = json.dumps(value).encode()
@@ -192,13 +192,6 @@ def pauses_of(workers: int) -> Iterator[float]:
         yield pause
         waited = time.monotonic() - started
         pause = min(2 * pause, max(PAUSE_SECONDS * workers, waited / 50))
-
-
-def _parse(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("a value is nested too deeply") from None
 
 
 def open_store(process: ProcessInfo, prefix: str, seconds: float) -> tuple[Store, StoreClient]:
@@ -244,16 +237,7 @@ def within(seconds: float | None, function: Callable[..., Value], *arguments: An
     if seconds is None:
         return function(*arguments)
 
-    def work(result: Future[Value]) -> None:
-        try:
-            result.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001  raised in the calling thread
-            result.set_exception(error)
-        finally:
-            del result  # a cycle with the error's traceback would keep the store open
-
-    result: Future[Value] = Future()
-    threading.Thread(target=work, args=(result,), name="samestep store", daemon=True).start()
+    result = in_thread(partial(function, *arguments), "samestep store")
     try:
         return result.result(seconds)
     except FutureTimeoutError:

@@ -5,14 +5,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from samestep.comm.base import World
 from samestep.errors import WorldError
 
+Value = TypeVar("Value")
+
 POLL_SECONDS: Final = 1.0
+
+
+def in_thread(function: Callable[[], Value], name: str) -> Future[Value]:
+    """Call a function in a thread that ends with the process; return its future result."""
+
+    def work(result: Future[Value]) -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            result.set_exception(error)
+        finally:
+            del result  # a cycle with the error's traceback would keep what it holds alive
+
+    result: Future[Value] = Future()
+    threading.Thread(target=work, args=(result,), name=name, daemon=True).start()
+    return result
 
 
 def run_together(world: World, job: Callable[[], Any], what: str) -> list[Any]:
@@ -21,15 +39,7 @@ def run_together(world: World, job: Callable[[], Any], what: str) -> list[Any]:
     The job runs in a thread. Meanwhile, all workers exchange messages every second, so that none of
     them times out, and each learns of the end of another one.
     """
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001  raised by `result`
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=what, daemon=True).start()
+    future = in_thread(job, what)
     # A worker whose job is done keeps answering until all are done.
     gathered: list[Any] = [None]
     while None in gathered:

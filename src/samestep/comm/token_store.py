@@ -44,13 +44,10 @@ class TokenStore(Store):
         self._arguments = (address, token, hello)
         self._lock = threading.Lock()
         self.is_local = isinstance(address, str)
-        if isinstance(address, str):
-            coordinator, self._slack = "the launcher", LOCAL_SLACK_SECONDS
-        else:
-            coordinator, self._slack = (
-                f"the coordinator at {write_address(*address)}",
-                SLACK_SECONDS,
-            )
+        coordinator, self._slack = "the launcher", LOCAL_SLACK_SECONDS
+        if not isinstance(address, str):
+            coordinator = f"the coordinator at {write_address(*address)}"
+            self._slack = SLACK_SECONDS
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             seconds = deadline - time.monotonic()

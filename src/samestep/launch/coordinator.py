@@ -21,12 +21,7 @@ from typing import Final
 
 from samestep.comm.admission import log, start_server
 from samestep.comm.link import Delivery
-from samestep.comm.store_server import (
-    KeyValueStore,
-    PeerExitedError,
-    StoreConnection,
-    StoreServer,
-)
+from samestep.comm.store_server import KeyValueStore, PeerExitedError, StoreConnection, StoreServer
 from samestep.host import RunningClock, end_with_parent, raise_file_limit
 from samestep.launch.attempt import ElasticPolicy, Message, Node, Phase
 from samestep.launch.membership import LOST_SECONDS, Membership

@@ -111,20 +111,14 @@ def start(
         with no_garbage_collection():
             preload()
             from samestep.launch.supervisor import LocalCoordinator, Supervisor
-            from samestep.launch.worker import NVML_CHECK, Job, StopSignals, can_use_gpus
+            from samestep.launch.worker import NVML_CHECK, Job, StopSignals
 
             # a collection of what torch has imported takes 0.1 s, and this process starts workers
             gc.freeze()
             exits.callback(gc.unfreeze)
-        if config.device != "cpu" and not can_use_gpus():
-            raise LaunchError(
-                "CUDA is already in use in this process, so forked workers cannot use it; launch "
-                "before the first use of a GPU and of torch.cuda.is_available(), or set "
-                "PYTORCH_NVML_BASED_CUDA_CHECK=1 for the latter, or device='cpu'"
-            )
+        _refuse_lost_gpus(config)
         folder = exits.enter_context(socket_folder())
-        launcher = {STARTED_BY: "samestep", **NVML_CHECK}
-        launcher.update(terminal_variables())
+        launcher = {STARTED_BY: "samestep", **NVML_CHECK, **terminal_variables()}
         logged = None
         if on_log is not None:
             logged = exits.enter_context(closing(LoggedValues(on_log)))
@@ -143,6 +137,18 @@ def start(
     if signals.received:
         _stop_by_signal(signals.received[0], end)
     return result
+
+
+def _refuse_lost_gpus(config: Config) -> None:
+    """Raise `LaunchError` if the workers are to use GPUs, and forks of this process cannot."""
+    from samestep.launch.worker import can_use_gpus
+
+    if config.device != "cpu" and not can_use_gpus():
+        raise LaunchError(
+            "CUDA is already in use in this process, so forked workers cannot use it; launch "
+            "before the first use of a GPU and of torch.cuda.is_available(), or set "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 for the latter, or device='cpu'"
+        )
 
 
 def _refuse_separate_runs(environment: Mapping[str, str]) -> None:

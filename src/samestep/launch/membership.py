@@ -54,11 +54,10 @@ class Membership:
         log: Callable[[str], None],
     ) -> None:
         self.phase = Phase.JOINING
-        self._policy = policy
+        self._policy, self._joining_since = policy, now
         self._nodes: list[Node] = []
         self._attempt = Attempt(-1)
         self._open_attempt, self._log = open_attempt, log
-        self._joining_since = now
         self._settled_at = math.inf
         self._last_loss = ""
         self._restarts = RestartBudget(policy.max_restarts)
@@ -73,9 +72,8 @@ class Membership:
         node.host = node.name
         losses, lost_at = self._losses.get(node.host, (0, -math.inf))
         if losses and node.joined_at - lost_at < FORGET_SECONDS:
-            node.trusted_at = node.joined_at + min(
-                PROBATION_SECONDS * 2 ** (losses - 1), FORGET_SECONDS
-            )
+            probation = min(PROBATION_SECONDS * 2 ** (losses - 1), FORGET_SECONDS)
+            node.trusted_at = node.joined_at + probation
         used_names = {other.name for other in self._nodes}
         if node.name in used_names:
             names = (f"{node.name} ({number})" for number in itertools.count(2))
@@ -154,9 +152,8 @@ class Membership:
 
     def _dismiss(self, node: Node) -> None:
         self._nodes.remove(node)
-        outcome: Message = {"signal": signal.SIGTERM}
-        if node.failure is not None:
-            outcome = {"failure": asdict(node.failure)}
+        failure = node.failure
+        outcome: Message = {"failure": asdict(failure)} if failure else {"signal": signal.SIGTERM}
         node.send({"order": "end", "attempt": self._attempt.number, **outcome})
 
     def _start_if_enough(self, now: float) -> None:
@@ -186,9 +183,8 @@ class Membership:
             if local_workers := min(node.max_workers, workers - first_rank):
                 node.busy, node.first_rank = True, first_rank
                 attempt.nodes.append(node)
-                ranks = {"first_rank": first_rank, "local_workers": local_workers}
                 order = {"order": "start", "attempt": attempt.number, "workers": workers}
-                node.send({**order, **ranks})
+                node.send({**order, "first_rank": first_rank, "local_workers": local_workers})
                 first_rank += local_workers
 
     def _check_attempt(self, now: float) -> None:
@@ -203,11 +199,10 @@ class Membership:
 
     def _can_use_more(self, now: float) -> bool:
         nodes = self._attempt.nodes
+        ready = [node for node in self._nodes if node.ready and now >= node.trusted_at]
         return (
             self._attempt.busy_nodes == nodes
-            and any(
-                node.ready and node not in nodes and now >= node.trusted_at for node in self._nodes
-            )
+            and any(node not in nodes for node in ready)
             and len(nodes) < self._policy.max_nodes
             and sum(node.max_workers for node in nodes) < (self._policy.lanes or sys.maxsize)
         )
@@ -233,8 +228,7 @@ class Membership:
 
     def _node_of(self, rank: int) -> Node:
         """Return the host of a worker of this attempt."""
-        nodes = [node for node in self._attempt.nodes if node.first_rank <= rank]
-        return max(nodes, key=lambda node: node.first_rank)
+        return [node for node in self._attempt.nodes if node.first_rank <= rank][-1]
 
     def _leave_out(self, failure: WorkerFailure, now: float) -> None:
         """Continue without the host of a worker whose hardware is faulty."""

@@ -23,14 +23,7 @@ from samestep.errors import RecordError, SamestepError
 from samestep.record.cursor import Cursor, Destination, Sender, lock
 from samestep.record.events import FILE_NAME
 from samestep.record.record import Record
-from samestep.record.sinks import (
-    HOOK,
-    HookAdapter,
-    SinkAdapter,
-    SinkSpec,
-    begin_hook,
-    check_sinks,
-)
+from samestep.record.sinks import HOOK, HookAdapter, SinkAdapter, SinkSpec, begin_hook, check_sinks
 from samestep.record.sinks.files import FunctionDestination, StorageDestination
 from samestep.record.source import open_source
 

@@ -23,7 +23,7 @@ from samestep.record.source import STARTS, read_history
 Array: TypeAlias = NDArray[np.float64]
 Series: TypeAlias = tuple[Array, Array]  # steps and values [n] of a scalar, in order
 
-# names of scalars, as in format.js
+# names of scalars
 EVALUATED: Final = re.compile(
     r"(?<![a-z])(val|valid|validation|test|eval|evaluation|held[-_ ]?out)(?![a-z])", re.IGNORECASE
 )

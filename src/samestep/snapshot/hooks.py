@@ -23,12 +23,7 @@ from samestep.snapshot.commit import choose, kept
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.owner import RemoteOwner
 from samestep.snapshot.read import check, inspect, list_snapshots, step_of
-from samestep.snapshot.remote import (
-    RemoteDirectory,
-    forget_superseded,
-    set_superseded,
-    superseded,
-)
+from samestep.snapshot.remote import RemoteDirectory, forget_superseded, set_superseded, superseded
 from samestep.storage import StorageError
 
 CLOSE_SECONDS: Final = 2.0
@@ -326,12 +321,7 @@ class PostCommitHooks:
             limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
             # starts with a pass
             mirror = Mirror(
-                remote,
-                config.dir,
-                **limits,
-                report=self._queue,
-                set_aside=set_aside,
-                owner=owner,
+                remote, config.dir, **limits, report=self._queue, set_aside=set_aside, owner=owner
             )
             self._hooks.append(mirror)
 

@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -58,6 +58,18 @@ class SnapshotKey:
     attempt: str
     workers: int
     slot: int
+
+
+class Saving(NamedTuple):
+    """What is saved: the state after `step` in an attempt of the run, and plain `info`.
+
+    `started` is the `time.monotonic` at which the save began.
+    """
+
+    step: int
+    attempt: str
+    info: States
+    started: float
 
 
 class InMemorySnapshots:
@@ -164,31 +176,20 @@ class InMemorySnapshots:
         self._given_up = True
 
     def save(
-        self,
-        step: int,
-        attempt: str,
-        shared: States,
-        own_states: States,
-        info: States,
-        started: float,
-        *,
-        writing: bool = False,
+        self, saving: Saving, shared: States, own_states: States, *, writing: bool = False
     ) -> None:
         """Copy the state, passed as to `SnapshotWriter.save`; all workers call this.
 
-        `started` is the `time.monotonic` at which the save began. `writing` is whether any worker
-        may still write a snapshot to disk. Raises `SnapshotError` or `OSError` if the memory does
-        not suffice.
+        `writing` is whether any worker may still write a snapshot to disk. Raises `SnapshotError`
+        or `OSError` if the memory does not suffice.
         """
-        if step == self._saved_step:  # by `stage`, after the workers agreed on `writing`
+        if saving.step == self._saved_step:  # by `stage`, after the workers agreed on `writing`
             return
         # All workers agreed in the same note, so all of them free the slot at the same save.
         if not writing:
             self._written_slot = None
-        contribution, values = contribution_of(
-            shared, own_states, self._world.rank, self._world.size
-        )
-        self._write(step, attempt, info, started, contribution, values)
+        rank, size = self._world.rank, self._world.size
+        self._write(saving, *contribution_of(shared, own_states, rank, size))
 
     @property
     def can_stage(self) -> bool:
@@ -196,13 +197,7 @@ class InMemorySnapshots:
         return self._stages and self.is_enabled and bool(self._slots)
 
     def stage(
-        self,
-        step: int,
-        attempt: str,
-        info: States,
-        started: float,
-        contribution: Contribution,
-        values: Sequence[torch.Tensor],
+        self, saving: Saving, contribution: Contribution, values: Sequence[torch.Tensor]
     ) -> memoryview | None:
         """Copy a contribution, even for a snapshot on disk; return its data file, None without one.
 
@@ -211,19 +206,14 @@ class InMemorySnapshots:
         if self._every is None or not self._stages:
             return None
         self._written_slot = None
-        data = self._write(step, attempt, info, started, contribution, values)
+        data = self._write(saving, contribution, values)
         self._written_slot = (self._next_slot + 1) % SLOTS  # the slot just written
         return data
 
     def _write(
-        self,
-        step: int,
-        attempt: str,
-        info: States,
-        started: float,
-        contribution: Contribution,
-        values: Sequence[torch.Tensor],
+        self, saving: Saving, contribution: Contribution, values: Sequence[torch.Tensor]
     ) -> memoryview | None:
+        step, attempt, info, started = saving
         # Without any communication since the last save, a slow worker may still be writing its
         # slot, while a fast one would already overwrite the only complete snapshot, in the other
         # slot.

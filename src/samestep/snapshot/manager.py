@@ -17,7 +17,7 @@ from samestep.errors import SnapshotError
 from samestep.record import Record
 from samestep.snapshot.commit import keep_newest
 from samestep.snapshot.hooks import PostCommitHooks
-from samestep.snapshot.in_memory import InMemorySnapshots
+from samestep.snapshot.in_memory import InMemorySnapshots, Saving
 from samestep.snapshot.owner import Owner, RemoteOwner
 from samestep.snapshot.part import Contribution
 from samestep.snapshot.read import Snapshot
@@ -344,12 +344,13 @@ class SnapshotManager:
         self._compare(step, tracked_shared)
         started += time.perf_counter() - waiting  # this wait is not part of the stall
         shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
-        info, began = self._info(shared), time.monotonic()
+        info = self._info(shared)
+        saving = Saving(step, self._attempt, info, time.monotonic())
 
         def stage(contribution: Contribution, values: Sequence[torch.Tensor]) -> memoryview | None:
             data = None  # then the writer copies to its own buffer
             with self._giving_up(step):
-                data = self.in_memory.stage(step, self._attempt, info, began, contribution, values)
+                data = self.in_memory.stage(saving, contribution, values)
             return data  # noqa: RET504  None if the block failed
 
         self._writer.save(step, shared, own_states, info, score, stage)
@@ -378,10 +379,8 @@ class SnapshotManager:
         with self._giving_up(step):
             shared, own_states = states()
             shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
-            info = self._info(shared)
-            self.in_memory.save(
-                step, self._attempt, shared, own_states, info, started, writing=writing
-            )
+            saving = Saving(step, self._attempt, self._info(shared), started)
+            self.in_memory.save(saving, shared, own_states, writing=writing)
         self._stall_seconds += time.monotonic() - started
 
     @contextmanager

@@ -133,10 +133,7 @@ class Owner:
         origin = content["origin"]
         origin = None if origin is None else (str(origin[0]), int(origin[1]))
         return cls(
-            **texts,
-            origin=origin,
-            adopts=content["adopts"] is True,
-            beat=float(content["beat"]),
+            **texts, origin=origin, adopts=content["adopts"] is True, beat=float(content["beat"])
         )
 
 

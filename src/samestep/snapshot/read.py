@@ -142,18 +142,6 @@ def fault(path: Path, examine: Callable[[Path], Manifest] = check) -> str | None
     return None
 
 
-def find_newest(directory: Path, report: Callable[..., object]) -> Path | None:
-    """Return the newest complete snapshot in a run's directory, None if there is none.
-
-    Calls `report("snapshot_rejected", path=..., reason=...)` for each newer one with a fault.
-    """
-    for path in reversed(list_snapshots(directory)):  # reads every byte of the newest
-        if (reason := fault(path)) is None:
-            return path
-        report("snapshot_rejected", path=str(path), reason=reason)
-    return None
-
-
 def load(path: Path, objects: Collection[str] | None = None) -> Snapshot:
     """Check a snapshot, written by any number of workers, and load all or some of its objects.
 

@@ -95,6 +95,14 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
     return events
 
 
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table with right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
 def format_bytes(count: float) -> str:
     """Return a number of bytes with its unit, for example 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

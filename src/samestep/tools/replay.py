@@ -18,7 +18,7 @@ from samestep.host import GREEN, RED, colored, counted, printable
 from samestep.record import read_events, read_history
 from samestep.record.events import parse_events
 from samestep.record.source import STARTS
-from samestep.tools import first_failure, started
+from samestep.tools import first_failure, started, table
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.run.replay import Request
@@ -119,7 +119,7 @@ class RecordedRun:
     snapshot: Path | None
     first_step: int
     workers: int
-    means: dict[int, dict[str, float]] = field(default_factory=dict)
+    means: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     alert: Mapping[str, Any] = field(default_factory=dict)
     end: int = 0
     next_snapshot: Path | None = None
@@ -128,9 +128,12 @@ class RecordedRun:
     def read(cls, directory: Path, step: int) -> RecordedRun:
         """Read the record of a run. Raises `SamestepError` if it cannot be repeated to the step."""
         starts: list[Mapping[str, Any]] = []
+        alert: Mapping[str, Any] = {}
         reached = -1
         for event in read_events(directory):
             at = event.get("step")
+            if event.get("event") == "loss_alert" and at == step:
+                alert = event
             if event.get("event") in STARTS:
                 if not event.get("continues", True) or event["event"] == "started":
                     starts, reached = [], -1  # another history
@@ -145,15 +148,8 @@ class RecordedRun:
             text = f"--step must be a step from {first} to {last}, as in the record, got {step}"
             raise ConfigError(text)
         snapshot, first, workers = cls._find_start(directory, step, starts)
-        run = cls(directory, step, covering[-1], snapshot, first, workers)
-        for event in read_history(directory):
-            at = int(event.get("step", -1))
-            if event.get("event") == "scalars" and not event.get("between") and at >= first:
-                means = {name: event["values"][name] for name in event["low"]}
-                run.means.setdefault(at, {}).update(means)
-            elif event.get("event") == "loss_alert" and at == step:
-                run.alert = event
-        return run
+        means = {at: values for at, values in _means_of(directory).items() if at >= first}
+        return cls(directory, step, covering[-1], snapshot, first, workers, means, alert)
 
     @staticmethod
     def _find_start(
@@ -218,13 +214,9 @@ def run_again(
     steps = counted(record.end - record.first_step, "step")
     text = f"repeating {steps} from {place} on {counted(workers, 'worker')} …"
     print(text, file=sys.stderr, flush=True)
+    folder, variables = Path(request.folder), request.environment
     with started(
-        command,
-        workers,
-        Path(request.folder),
-        flags,
-        request.environment,
-        is_interactive=request.debug,
+        command, workers, folder, flags, variables, is_interactive=request.debug
     ) as process:
         return process.wait()
 
@@ -272,13 +264,14 @@ class Report:
             yield f"not as in the record, so bits may differ:\n{lines}"
         else:
             yield "program and environment: as in the record"
-        repeated: dict[int, dict[str, float]] = {}
-        for event in read_history(folder):
-            if event["event"] == "scalars" and not event.get("between"):
-                means = {name: event["values"][name] for name in event["low"]}
-                repeated.setdefault(event["step"], {}).update(means)
-        yield from self._compare_means(repeated)
+        yield from self._compare_means(_means_of(folder))
         yield from self._compare_state()
+
+    def _verdict(self, *, differs: bool) -> str:
+        """Note whether something differs from the record, and return that as text."""
+        self.differs |= differs
+        text, color = ("DIFFERENT", RED) if differs else ("the same bits", GREEN)
+        return colored(text, color, sys.stdout)
 
     def _compare_means(self, repeated: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
         steps = sorted(repeated.keys() & self._record.means.keys())
@@ -288,15 +281,14 @@ class Report:
             for name in self._record.means[step]
             if repr(self._record.means[step][name]) != repr(repeated[step].get(name))
         ]
-        for step, name in differing[:1]:
-            self.differs = True
+        verdict = self._verdict(differs=bool(differing))
+        if differing:
+            step, name = differing[0]
             was, now = self._record.means[step][name], repeated[step].get(name)
-            text = colored("DIFFERENT", RED, sys.stdout)
-            yield f"means: {text}, first at step {step}: {name!r} was {was!r} and is {now!r}"
-        if steps and not differing:
-            same = colored("the same bits", GREEN, sys.stdout)
-            yield f"means: {same} at {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
-        if not steps:
+            yield f"means: {verdict}, first at step {step}: {name!r} was {was!r} and is {now!r}"
+        elif steps:
+            yield f"means: {verdict} at {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
+        else:
             yield "means: the record has none to compare (run.log of what run.backward returns)"
         yield from self._compare_alert()
 
@@ -308,13 +300,10 @@ class Report:
         if not was or not now:
             return
         differing = [lane for lane, loss in was if repr(loss) != repr(now.get(lane))]
-        if differing:
-            self.differs = True
-            text = colored("DIFFERENT", RED, sys.stdout)
-            yield f"losses of the alert: {text}, first in lane {differing[0]}"
-        else:
-            same = colored("the same bits", GREEN, sys.stdout)
-            yield f"losses of the alert: {same} in {counted(len(was), 'lane')}"
+        where = (
+            f", first in lane {differing[0]}" if differing else f" in {counted(len(was), 'lane')}"
+        )
+        yield f"losses of the alert: {self._verdict(differs=bool(differing))}{where}"
 
     def _compare_state(self) -> Iterator[str]:
         from samestep.snapshot.manager import RESERVED
@@ -338,13 +327,9 @@ class Report:
             for saved in (was, now)
         )
         names = [name for name in expected if expected[name] != repeated.get(name)]
-        if names:
-            self.differs = True
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
-            text = colored("DIFFERENT", RED, sys.stdout)
-            yield f"state: {text} from {path.name} in {names[0]!r}{more}"
-        else:
-            yield f"state: {colored('the same bits', GREEN, sys.stdout)} as {path.name}"
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        where = f"from {path.name} in {names[0]!r}{more}" if names else f"as {path.name}"
+        yield f"state: {self._verdict(differs=bool(names))} {where}"
 
     def _print_lane(self, report: Mapping[str, Any]) -> None:
         """Print where a lane's first non-finite value is, and its samples."""
@@ -390,10 +375,18 @@ def _print_table(reports: Sequence[Mapping[str, Any]]) -> None:
         values += [_mean(report["norms"].get(name)) for name in norms]
         place = [str(report["lane"]), str(report["worker"]), f"{report['count']:g}"]
         rows.append([*place, *values, " ".join(indices[:SHOWN_SAMPLES]) + more])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, printable(row[-1])]).rstrip())
+    for line, row in zip(table([row[:-1] for row in rows]), rows, strict=True):
+        print(f"{line}  {printable(row[-1])}".rstrip())
+
+
+def _means_of(directory: Path) -> dict[int, dict[str, float]]:
+    """Return the logged means of each step in a run's record."""
+    means: dict[int, dict[str, float]] = {}
+    for event in read_history(directory):
+        if event.get("event") == "scalars" and not event.get("between"):
+            values = {name: event["values"][name] for name in event["low"]}
+            means.setdefault(int(event["step"]), {}).update(values)
+    return means
 
 
 def _mean(value: Any) -> str:

@@ -20,6 +20,7 @@ import torch
 from samestep.data.generators import OBSERVED
 from samestep.data.loader import LOADERS
 from samestep.errors import RecordError, VerifyError
+from samestep.record.source import STARTS
 from samestep.run.observer import KILL
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
@@ -117,22 +118,24 @@ class ScriptTracer:
                 counts = f"{self.lanes} and {lanes}; set it in the script or with --lanes"
                 raise VerifyError(f"all runs must have the same number of lanes, got {counts}")
             self.lanes = lanes
-            entries = read_entries(directory)
-            self.observations += observations_of(entries, title)
-            for entry in entries:
-                if entry["kind"] == "loaders":
-                    self.loaders = max(self.loaders or 0, entry["count"])
-                if entry["kind"] == "buffers":
-                    self.buffers.update(entry["names"])
-            self._variables[str(size)] = {
-                entry["step"]: entry["values"] for entry in entries if entry["kind"] == "state"
-            }
+            self._note(read_entries(directory), size, title)
             between: Between = "workers"
             if loaders is not None:
                 title, between = f"{title}, loader_workers={loaders}", "loaders"
             if not graphs:
                 title, between = f"{title}, graphs=off", "graphs"
             return RunTrace(title, read_traces(directory), between)
+
+    def _note(self, entries: Sequence[Mapping[str, Any]], size: RunSize, title: str) -> None:
+        """Keep what the workers of a run observed."""
+        self.observations += observations_of(entries, title)
+        for entry in entries:
+            if entry["kind"] == "loaders":
+                self.loaders = max(self.loaders or 0, entry["count"])
+            if entry["kind"] == "buffers":
+                self.buffers.update(entry["names"])
+        states = (entry for entry in entries if entry["kind"] == "state")
+        self._variables[str(size)] = {entry["step"]: entry["values"] for entry in states}
 
     def run_with_kills(
         self, sizes: Sequence[RunSize], steps: Sequence[int], draw: random.Random
@@ -178,12 +181,12 @@ class ScriptTracer:
         resume: str,
         environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Run the script to the end; return the event that the run started with."""
+        """Run the script to the end; return the event that its newest attempt started with."""
         with self._start(size, directory, resume, environment or {}) as process:
             status = process.wait()
         if status != 0:
             self._raise_failure(size, directory, status)
-        return _start_event(directory)
+        return [event for event in read_run(directory) if event["event"] in STARTS][-1]
 
     def _raise_failure(self, size: RunSize, directory: Path, status: int) -> NoReturn:
         kills = [entry["step"] for entry in read_entries(directory) if entry["kind"] == "killed"]
@@ -290,11 +293,6 @@ def observations_of(entries: Sequence[Mapping[str, Any]], title: str) -> list[Ob
                 text = f"{name} differs {where}"
                 return [*observations, Observation(step, "tensors", text)]
     return observations
-
-
-def _start_event(directory: Path) -> dict[str, Any]:
-    """Return the event that the newest attempt of a run started with."""
-    return [event for event in read_run(directory) if event["event"] in {"started", "resumed"}][-1]
 
 
 def _sorted(plain: Any) -> Any:

@@ -39,10 +39,8 @@ def main(options: argparse.Namespace) -> int:
     """Compare the runs; return 0 if all steps are the same, and 1 if any differs."""
     parts = [part.strip() for part in options.workers.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,2})?", part) for part in parts):
-        raise VerifyError(
-            "-n: expected worker counts such as 1,2,4, or 1x2 for one worker with 2 devices, "
-            f"got {options.workers}"
-        )
+        expected = "worker counts such as 1,2,4, or 1x2 for one worker with 2 devices"
+        raise VerifyError(f"-n: expected {expected}, got {options.workers}")
     least_steps = 2 if options.kill else 1  # a worker is killed between two steps
     if options.steps < least_steps:
         condition = " with --kill" * options.kill

@@ -55,7 +55,7 @@ LOG_BYTES: Final = 256 * 1024
 LOG_LINES: Final = 500
 # of a terminal: colors and cursor movements (CSI), and titles and links (OSC)
 _ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z_])")
-# names of scalars, as in format.js
+# names of scalars
 _LOWER_IS_BETTER: Final = re.compile(r"loss|error|mae|mse|perplexity", re.IGNORECASE)
 _HIGHER_IS_BETTER: Final = re.compile(
     r"(?<![a-z])(acc(?!um)|ap\d*(?![a-z])|au(ro)?c|bleu|dice|f1|kappa|m?iou|map|precision|psnr|"
@@ -209,6 +209,8 @@ class View:
 
     def _row(self, run: RunState, now: float) -> dict[str, Any]:
         progress = _progress(run, is_running=False)
+        name = next(iter(principals(run.curves).values()), None)
+        last = None if name is None else run.curves[name].summary()["last"]
         return {
             "id": self.id,
             "name": self.name,
@@ -226,7 +228,7 @@ class View:
             "workers": len(started_workers(run.start)),
             "lanes": to_int(run.start.get("lanes")),
             "share": None if progress["is_of_epoch"] else progress["share"],
-            "principal": principal(run.curves),
+            "principal": name and {"name": name, "last": last, "goal": goal_of(name)},
             "noted": self.source.notes and self.source.notes.version(),
         }
 
@@ -245,8 +247,10 @@ class View:
                 "attempts": run.attempts,
                 "progress": _progress(run, is_running=is_running),
                 "scalars": [
-                    {"name": name, **curve.summary()} for name, curve in run.curves.items()
+                    {"name": name, "goal": goal_of(name), **curve.summary()}
+                    for name, curve in run.curves.items()
                 ],
+                "principals": [*principals(run.curves).values()],
                 "images": _images(run),
                 "histograms": [
                     {"name": name, "count": len(series)} for name, series in run.histograms.items()
@@ -285,7 +289,12 @@ class View:
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
             row = {**self._row(run, time.time()), **self._notes(), **_origin(run)}
-            return {**row, "scores": scores, "config": config}
+            return {
+                **row,
+                "principals": [*principals(run.curves).values()],
+                "scores": {name: {**scores[name], "goal": goal_of(name)} for name in scores},
+                "config": config,
+            }
 
     def _notes(self) -> dict[str, Any]:
         if (notes := self.source.notes) is None:
@@ -459,22 +468,27 @@ def _seconds_to_expect(run: RunState) -> float | None:
     return max(usual, (end - begin) / max(1.0, last - first))
 
 
-def principal(curves: Mapping[str, Curve]) -> dict[str, Any] | None:
-    """Return the name and last value of a run's score, or of its loss, chosen as on the page."""
-    for goal in ("highest", "lowest"):
+def principals(curves: Mapping[str, Curve]) -> dict[str, str]:
+    """Return the names of a run's score and loss, each if it has one.
+
+    Those of an evaluation come first: by their names, or because they are rarer and not named after
+    training.
+    """
+    found = {}
+    for role, goal in (("score", "highest"), ("loss", "lowest")):
         fitting = [name for name in curves if goal_of(name) == goal]
         longest = max((len(curves[name]) for name in fitting), default=0)
         others = [name for name in fitting if not _TRAINED.search(name)]
         rare = (name for name in others if 2 * len(curves[name]) < longest)
         evaluated = (name for name in fitting if EVALUATED.search(name))
         if (name := next(chain(evaluated, rare, others, fitting), None)) is not None:
-            return {"name": name, "last": curves[name].summary()["last"]}
-    return None
+            found[role] = name
+    return found
 
 
 @lru_cache(4096)
 def goal_of(name: str) -> str | None:
-    """Return which values of a scalar are better, as `goal` in format.js does."""
+    """Return which values of a scalar are better by its name, "lowest" or "highest", else None."""
     if _LOWER_IS_BETTER.search(name):
         return "lowest"
     return "highest" if _HIGHER_IS_BETTER.search(name) else None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-from samestep.watch import view
-from samestep.watch.curves import Curve
 from tests.watch.browser.pages import downloaded
 from tests.watch.browser.runs import append
 from tests.watch.writing import loop, scalars, started, write
@@ -113,56 +110,6 @@ def test_scores_of_an_evaluation_come_before_those_of_training(run, place, page,
         answer = "document.querySelector('[data-answer=learning] .answer').innerText"
         words = f"return {answer}.split('\\n').filter(Boolean).map((line) => line.split(/\\s/)[0])"
         page.wait_for(scores, words)
-
-
-def test_the_principal_scalars_of_a_run(run, page):
-    """The server, which lists one of them per run, and the page choose the same ones."""
-    page.open(run.name)
-    goals = (
-        "return import('./page/format.js').then(({ goal }) => arguments[0].map((one) => goal(one)))"
-    )
-
-    def curve(count):
-        points = Curve()
-        for step in range(count):
-            points.append((step, 1), 0.0, 0.5, math.nan, math.nan)
-        return points
-
-    def principal(**points):
-        scalars = [{"name": name, "points": count} for name, count in points.items()]
-        chosen = page.run(
-            "return import('./page/format.js').then(({ principal }) => principal(arguments[0]))",
-            scalars,
-        )
-        names = {role: scalar["name"] for role, scalar in chosen.items()}
-        listed = view.principal({name: curve(count) for name, count in points.items()})
-        assert (listed or {}).get("name") == names.get("score", names.get("loss"))
-        assert page.run(goals, list(points)) == [view.goal_of(name) for name in points]
-        return names
-
-    train = {"train/loss": 100, "train/accuracy": 100, "lr": 100}
-    assert principal(**train) == {"score": "train/accuracy", "loss": "train/loss"}
-    evaluated = {"val/accuracy": 10, "val/loss": 10}
-    expected = {"score": "val/accuracy", "loss": "val/loss"}
-    assert principal(**train, **evaluated) == principal(**evaluated, **train) == expected
-    assert principal(**{**evaluated, "val/loss": 100}, **train) == expected
-    assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
-    assert principal(loss=100, error=50) == {"loss": "loss"}
-    trained = {"loss": 100, "top1": 100, "train/loss": 10, "train/top1": 10}  # as the ViT recipe
-    expected = {"score": "model_top1", "loss": "model_loss"}
-    for evaluations in (5, 10):
-        scores = dict.fromkeys(("model_loss", "model_top1", "ema_loss", "ema_top1"), evaluations)
-        assert principal(**trained, **scores) == expected
-    assert principal(**trained) == {"score": "top1", "loss": "loss"}
-    for name in ("loss/test", "ema_val-loss", "held_out/loss", "evaluation loss", "Valid.loss"):
-        assert principal(**trained, **{name: 100})["loss"] == name
-    for name in ("latest_loss", "value_loss", "contest/loss"):
-        assert principal(**trained, **{name: 100})["loss"] == "loss"
-    assert principal(lr=100) == principal() == {}
-    for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
-        assert principal(**{score: 1, "gap": 1}) == {"score": score}
-    others = ("gap", "apples", "return_dev", "return_std", "layer2", "r20", "lr2", "accumulated")
-    assert principal(**dict.fromkeys(others, 1)) == {}
 
 
 CELLS = (

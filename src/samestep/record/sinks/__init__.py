@@ -36,13 +36,8 @@ EVENT_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError)
 HOOK: Final = "on_event"
 # of the exporter, by option
 FLAGS: Final = {"sinks": "--to", "transfer": "--transfer", HOOK: "--on-event"}
-ALERTS: Final = (
-    "restarting",
-    "stalled",
-    "stopped",
-    "finished",
-    "loss_alert",
-)  # in addition to failures and NaN
+# in addition to failures and NaN
+ALERTS: Final = ("restarting", "stalled", "stopped", "finished", "loss_alert")
 HOOK_SECONDS: Final = 5.0  # to connect, and for the response
 CAUSE_SECONDS: Final = 3.0  # for a failed worker to record its error, after another has named it
 
@@ -180,11 +175,8 @@ class SinkAdapter(Destination):
     """Passes each event to a sink once; after a failure it continues with the failed event."""
 
     pause_seconds = PAUSE_SECONDS
-
-    def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
-        super().__init__(name, directory, source, cursor)
-        self._sink: Sink
-        self._completed = 0  # successful calls for the current lines
+    _sink: Sink
+    _completed = 0  # successful calls for the current lines
 
     def open(self) -> int:
         """Open the sink, and return the offset after the last flushed event."""
@@ -238,11 +230,12 @@ class HookAdapter(SinkAdapter):
     and `nonfinite`, for scalars that are NaN or infinite for the first time since the start.
     """
 
+    _failure = 0  # 1 after a failure that another worker caused, 2 after its own
+    _nonfinite: frozenset[str] = frozenset()
+
     def __init__(self, hook: str, directory: Path, source: Source, cursor: Cursor) -> None:
         super().__init__(HOOK, directory, source, cursor)
         self._hook_name = hook
-        self._failure = 0  # 1 after a failure that another worker caused, 2 after its own
-        self._nonfinite: set[str] = set()
 
     def open(self) -> int:
         """Find the hook, and return the offset after the last event that it received."""
@@ -260,7 +253,7 @@ class HookAdapter(SinkAdapter):
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
         if kind in STARTS:
-            self._failure, self._nonfinite, self.waits_until = 0, set(), 0.0
+            self._failure, self._nonfinite, self.waits_until = 0, frozenset(), 0.0
         elif kind in ALERTS:
             self._call(event)
         elif kind == "failed":

@@ -28,15 +28,13 @@ ONE_TRY: Final = Retries(tries=1)  # the sender retries, and reports failures me
 class _FileDestination(Destination):
     """A destination of chunks and images. Each image is sent before the chunk that names it."""
 
-    def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
-        super().__init__(name, directory, source, cursor)
-        self._sent_images: set[str] = set()  # of a chunk that is not sent yet
+    _sent_images: frozenset[str] = frozenset()  # of a chunk that is not sent yet
 
     def _send_images(self, lines: bytes) -> None:
         for path in image_paths(lines):
             if path not in self._sent_images:
                 self._send_image(path)
-                self._sent_images.add(path)
+                self._sent_images |= {path}
 
     @abstractmethod
     def _send_image(self, path: str) -> None: ...
@@ -91,7 +89,7 @@ class StorageDestination(_FileDestination):
             self._merge()
         self._send_images(lines)
         self._write(self._base + offset, lines)
-        self._sent_images.clear()
+        self._sent_images = frozenset()
 
     def _send_image(self, path: str) -> None:
         try:
@@ -158,7 +156,7 @@ class FunctionDestination(_FileDestination):
         finally:
             with suppress(FileNotFoundError):  # the function may move it
                 file.unlink()
-        self._sent_images.clear()
+        self._sent_images = frozenset()
         self._cursor.save(self.name, end)
 
     def _send_image(self, path: str) -> None:

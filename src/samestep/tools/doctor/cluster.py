@@ -90,16 +90,10 @@ def _check_speed(system: System, interfaces: Mapping[str, Any]) -> Iterator[Find
 
 def check_directory(case: Case) -> Iterator[Finding]:
     """Report a directory in which a run could not keep its files."""
-    path = nearest_existing(case.directory)
-    kind = _kind_of(case.system, str(path))
+    path = case.directory.absolute()
+    path = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
     yield from _check_space(case.system, path)
-    yield from _check_kind(case, kind)
-
-
-def nearest_existing(path: Path) -> Path:
-    """Return the directory, or the nearest of its parents that exists."""
-    path = path.absolute()
-    return next((parent for parent in (path, *path.parents) if parent.is_dir()), Path("/"))
+    yield from _check_kind(case, _kind_of(case.system, str(path)))
 
 
 def _kind_of(system: System, path: str) -> str:

@@ -13,11 +13,7 @@ from typing import Final
 from samestep.config import PREFIX
 from samestep.errors import ConfigError
 from samestep.host import GREEN, RED, colored, counted
-from samestep.tools.doctor.cluster import (
-    check_directory,
-    check_interfaces,
-    check_launcher,
-)
+from samestep.tools.doctor.cluster import check_directory, check_interfaces, check_launcher
 from samestep.tools.doctor.probe import check_measurements, measure
 from samestep.tools.doctor.resources import (
     check_locked_memory,

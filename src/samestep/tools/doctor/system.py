@@ -7,10 +7,10 @@ import resource
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,14 +34,7 @@ class Finding:
     fix: str
 
 
-def note(text: str, fix: str) -> Finding:
-    """Return a finding that is worth a change."""
-    return Finding("note", text, fix)
-
-
-def problem(text: str, fix: str) -> Finding:
-    """Return a finding that must be fixed."""
-    return Finding("problem", text, fix)
+note, problem = partial(Finding, "note"), partial(Finding, "problem")
 
 
 class System:
@@ -63,9 +56,15 @@ class System:
             return sorted(entry.name for entry in (self._root / path.lstrip("/")).iterdir())
         return []
 
-    def run(self, *command: str) -> str | None:
+    @staticmethod
+    @cache
+    def run(*command: str) -> str | None:
         """Return the output of a command, or None if it fails."""
-        return _run(command)
+        with suppress(OSError, subprocess.SubprocessError):
+            null, limit = subprocess.DEVNULL, COMMAND_SECONDS
+            output = subprocess.check_output(command, stdin=null, stderr=null, timeout=limit)
+            return output.decode(errors="replace").strip()
+        return None
 
     def in_pod(self) -> bool:
         """Return whether this process runs in a Kubernetes pod."""
@@ -126,12 +125,3 @@ class Case:
     workers: int
     torch: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
-
-
-@cache
-def _run(command: Sequence[str]) -> str | None:
-    with suppress(OSError, subprocess.SubprocessError):
-        null, limit = subprocess.DEVNULL, COMMAND_SECONDS
-        output = subprocess.check_output(command, stdin=null, stderr=null, timeout=limit)
-        return output.decode(errors="replace").strip()
-    return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from samestep.host import counted
+from samestep.tools import table
 from samestep.tools.scale.study import Study
 from samestep.tools.scale.timing import PARTS, Range
 
@@ -57,16 +58,11 @@ def _measurements(study: Study) -> Iterator[str]:
     yield f"{counted(workload.lanes, 'lane')}{batch}, on {workload.device}"
     runs = counted(max(map(len, study.timings.values())), "interleaved run")
     yield f"Milliseconds per step, median of {runs} per worker count (lowest to highest):"
-    rows, parts = [["workers", "step", "speedup", "efficiency"]], [["workers", *PARTS]]
-    for workers in sorted(study.timings):
-        speedup = study.speedup(workers)
-        step, efficiency = _time_range(study.step(workers)), f"{speedup.middle / workers:.0%}"
-        rows.append([str(workers), step, _factor(speedup), efficiency])
-        medians = [milliseconds(study.part(workers, name).middle) for name in PARTS]
-        parts.append([str(workers), *medians])
-    yield from table(rows)
+    sizes = sorted(study.timings)
+    yield from _speedups((n, study.step(n), study.speedup(n)) for n in sizes)
     yield "The parts of a step:"
-    yield from table(parts)
+    medians = {n: [milliseconds(study.part(n, name).middle) for name in PARTS] for n in sizes}
+    yield from table([["workers", *PARTS], *([str(n), *medians[n]] for n in sizes)])
     if oversubscribed := [str(n) for n in study.timings if n > capacity]:
         counts = ", ".join(oversubscribed)
         yield (
@@ -106,26 +102,22 @@ def _forecast(study: Study) -> Iterator[str]:
         f"  {_time_range(forecast.per_lane)} x lanes per worker, for data and compute, + "
         f"{_time_range(forecast.constant)} for the rest"
     )
-    rows = [["workers", "step", "speedup", "efficiency"]]
-    for workers in study.forecast_workers():
-        step = forecast.step(workers)
-        speedup = study.speedup_of(step)
-        efficiency = f"{speedup.middle / workers:.0%}"
-        rows.append([str(workers), _time_range(step), _factor(speedup), efficiency])
-    if len(rows) > 1:
-        yield from table(rows)
+    if steps := [(n, forecast.step(n)) for n in study.forecast_workers()]:
+        yield from _speedups((n, step, study.speedup_of(step)) for n, step in steps)
     yield (
         f"More than {counted(lanes, 'worker')} need more lanes (--lanes). A network between hosts "
         "is not included."
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table with right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+def _speedups(rows: Iterable[tuple[int, Range, Range]]) -> Iterator[str]:
+    """Yield a table of numbers of workers, with the seconds of a step and the speedup of each."""
+    head = ["workers", "step", "speedup", "efficiency"]
+    cells = (
+        [str(n), _time_range(step), _factor(speedup), f"{speedup.middle / n:.0%}"]
+        for n, step, speedup in rows
+    )
+    return table([head, *cells])
 
 
 def milliseconds(seconds: float) -> str:

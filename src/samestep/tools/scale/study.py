@@ -7,14 +7,7 @@ from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from samestep.tools.scale.timing import (
-    PARTS,
-    Forecast,
-    Range,
-    StepTiming,
-    Workload,
-    fit_forecast,
-)
+from samestep.tools.scale.timing import PARTS, Forecast, Range, StepTiming, Workload, fit_forecast
 
 Parts = Mapping[str, float]  # seconds by the name of a part of a step
 

@@ -1,8 +1,8 @@
 // Three answers about the run: is it learning, is it healthy, and what is slow?
 
-import { partColor, partName, PARTS } from "./colors.js";
+import { partBar, partKey, partName, percentages } from "./colors.js";
 import { h, onChange } from "./dom.js";
-import { bestOf, count, goal, number, principal, several } from "./format.js";
+import { bestOf, count, number, several } from "./format.js";
 import { choose } from "./state.js";
 
 const STEADY = 0.005; // a smaller change is no trend
@@ -39,14 +39,15 @@ function cell(key, label, tab) {
 }
 
 function learned(run) {
-  return Object.values(principal(run.scalars)).map((scalar) => {
-    const { name, last, trend } = scalar;
-    return { name, last, trend, best: bestOf(scalar), at: scalar[`${goal(name)}_step`] };
+  return run.principals.map((principal) => {
+    const scalar = run.scalars.find(({ name }) => name === principal);
+    const { name, goal, last, trend } = scalar;
+    return { name, goal, last, trend, best: bestOf(scalar), at: scalar[`${goal}_step`] };
   });
 }
 
-function scored({ name, last, best, trend: change, at }) {
-  const isBetter = change < 0 === (goal(name) === "lowest");
+function scored({ name, goal, last, best, trend: change, at }) {
+  const isBetter = change < 0 === (goal === "lowest");
   const percent = Math.min(999, Math.round(100 * Math.abs(change)));
   const severity = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
   const where = at === null ? "" : ` after ${several(at, "step")}, as in a snapshot's name`;
@@ -101,18 +102,11 @@ function checked([severity, text, state, title = text]) {
 }
 
 function shares(parts) {
-  const all = PARTS.reduce((sum, part) => sum + (parts?.[part] ?? 0), 0);
-  if (!all) return [h("p", {}, "no step has been timed yet")];
-  const found = PARTS.map((part) => [part, (100 * (parts[part] ?? 0)) / all]);
-  const largest = [...found].sort((a, b) => b[1] - a[1]).slice(0, MOST_PARTS);
-  const key = (part) => h("i", { class: "key", vars: { background: partColor(part) } });
-  const area = ([part, percent]) =>
-    h("i", { vars: { width: `${percent}%`, background: partColor(part) } });
+  const found = percentages(parts);
+  if (!found) return [h("p", {}, "no step has been timed yet")];
+  const largest = found.toSorted((a, b) => b[1] - a[1]).slice(0, MOST_PARTS);
   const share = ([part, percent]) =>
     h("span", { "data-part": part },
-      key(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
-  return [
-    h("div", { class: "parts", "aria-hidden": "true" }, found.filter(([, one]) => one).map(area)),
-    h("p", { class: "parts-named" }, largest.map(share)),
-  ];
+      partKey(part), `${partName(part)} `, h("b", {}, `${Math.round(percent)}%`));
+  return [partBar("parts", found), h("p", { class: "parts-named" }, largest.map(share))];
 }

@@ -120,17 +120,15 @@ async function fromReport(responses, request) {
   if (!whole) throw new Error(`the report has no response to ${request}`);
   if (!isSeries || pathname === "/api/system") return whole;
   const [first, last] = indices(whole.x, Number(from ?? -Infinity), Number(to ?? Infinity));
-  const cut = (list) => list && list.slice(first, last);
-  const cutAll = (lists) =>
-    Object.fromEntries(Object.entries(lists).map(([key, list]) => [key, cut(list)]));
-  if (pathname === "/api/timing") {
-    const { x, parts, workers, quantiles } = whole;
-    return { x: cut(x), parts: cutAll(parts), workers: workers.map(cut),
-      quantiles: quantiles.map(cut) };
-  }
-  const { x, value, low, high, spans } = whole;
+  const cut = (value) => { // the lists in it, which have an entry for each x
+    if (value === null || typeof value !== "object") return value;
+    if (!Array.isArray(value)) {
+      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, cut(inner)]));
+    }
+    return Array.isArray(value[0]) ? value.map(cut) : value.slice(first, last);
+  };
   const average = Number(smooth) > 0 ? movingAverage(whole, Number(smooth)) : null;
-  return { ...whole, ...cutAll({ x, value, low, high, spans, smooth: average }) };
+  return cut(pathname === "/api/curve" ? { ...whole, smooth: average } : whole);
 }
 
 /** Return the indices of a range in a sorted list, plus a neighbor on each side. */

@@ -1,12 +1,11 @@
 // A scalar: its name, newest value, and a chart that loads its data once it is visible.
 
-import { Chart, tall, TIME } from "./chart.js";
-import { lineKey } from "./colors.js";
-import { bestOf, clockSpan, count, goal, number, several, splitName } from "./format.js";
+import { TIME } from "./chart.js";
+import { bestOf, clockSpan, count, number, several, splitName } from "./format.js";
 import { get, path } from "./api.js";
 import { h, headButton } from "./dom.js";
-import { chartSource, saveMenu } from "./saving.js";
-import { MOST_IN_TIP, nearest } from "./tip.js";
+import { framed } from "./frame.js";
+import { nearest, rowsAt } from "./tip.js";
 import { choose } from "./state.js";
 
 const MANY = 4; // runs; with more, bands and raw values would hide each other
@@ -21,40 +20,23 @@ export class Card {
     this.responses = new Map(); // by run or group: key and response
     this.readout = h("span", { class: "readout" });
     this.best = h("span", { class: "best" });
-    this.canvas = h("div", { class: "canvas" });
     this.note = h("p", { class: "note", hidden: true });
-    const click = () => choose({ large: this.large ? "" : name });
-    this.enlarge = headButton("Enlarge", name, "⤢", click);
     this.pin = headButton("Pin", name, "⚲", () => this.togglePin());
     this.title = h("h3", { title: name });
-    const save = saveMenu(name, () =>
-      chartSource(this.chart, this.view.lines[0]?.isGroup ? "group" : "run"));
-    this.element = h(
-      "article",
-      { class: "card", "data-scalar": name },
-      h("header", {}, this.title, this.best, this.readout, save, this.pin, this.enlarge),
-      this.canvas,
-      this.note,
-    );
-    this.chart = new Chart(this.canvas, {
-      label: name,
-      height: () => (this.large ? tall() : 170),
-      zoomed: (from, to) => choose({ from, to }),
-      reset: () => choose({ from: null, to: null }),
-      pointed: (at) => this.showValue(at),
-      tip: (at) => this.rows(at),
-    });
+    this.frame = framed({ key: name, label: name, height: 170,
+      kind: () => (this.view.lines[0]?.isGroup ? "group" : "run"),
+      pointed: (at) => this.showValue(at), tip: (at) => this.rows(at) });
+    const { chart, canvas, buttons: [save, enlarge] } = this.frame;
+    this.chart = chart;
+    this.element = h("article", { class: "card", "data-scalar": name },
+      h("header", {}, this.title, this.best, this.readout, save, this.pin, enlarge),
+      canvas, this.note);
   }
 
   /** Set what to show. Nothing is loaded or drawn before the card is visible. */
   show(view) {
-    const large = view.state.large === this.name;
-    if (large !== this.large) {
-      this.large = large;
-      this.element.classList.toggle("large", large);
-      this.enlarge.setAttribute("aria-pressed", String(large));
-      this.chart.plot?.setSize(this.chart.size());
-    }
+    this.large = this.frame.resize();
+    this.element.classList.toggle("large", this.large);
     const pinned = view.state.pins.includes(this.name);
     this.pin.setAttribute("aria-pressed", String(pinned));
     this.title.textContent = pinned ? this.name : splitName(this.name)[1];
@@ -191,40 +173,19 @@ export class Card {
     const isShown = runs.some(({ id }) => id === state.run);
     const scalar = lines[0]?.isGroup ? null : this.scalarOf(isShown ? state.run : runs[0]?.id);
     const best = scalar ? bestOf(scalar) : null;
-    const word = goal(this.name) ? "best" : "highest";
+    const word = scalar?.goal ? "best" : "highest";
     this.best.textContent = best === null ? "" : `${word} ${number(best)}`;
   }
 
   /** Return the content of the box at the cursor: one row per line, highest value first. */
   rows(at) {
-    const found = (this.curves ?? [])
-      .filter(({ x }) => x.length && at >= x[0] - 1 && at <= x.at(-1) + 1)
-      .map((curve) => {
-        const index = nearest(curve.x, at);
-        return { curve, index, value: (curve.smooth ?? curve.value)[index] };
-      });
-    found.sort((a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity));
-    const place = found.length ? found[0].curve.x[found[0].index] : at;
-    const more = found.length - MOST_IN_TIP;
-    const rows = found
-      .slice(0, MOST_IN_TIP)
-      .map(({ curve, index, value }) =>
-        h(
-          "div",
-          {},
-          lineKey(curve),
-          h("span", { class: "who" }, curve.label),
-          h("b", {}, number(value)),
-          h("span", { class: "edges" }, rangeAt(curve, index)),
-          curve.runs && h("span", { class: "edges" }, several(curve.runs[index], "run")),
-        ),
-      );
-    const where = placed(place, this.view.state.axis);
-    return [
-      h("div", { class: "where" }, h("span", {}, `${where} · ${this.name}`)),
-      ...rows,
-      more > 0 && h("div", { class: "where" }, `and ${more} more`),
-    ].filter(Boolean);
+    const near = ({ x }) => at >= x[0] - 1 && at <= x.at(-1) + 1;
+    const where = (x) => h("span", {}, `${placed(x, this.view.state.axis)} · ${this.name}`);
+    const edges = (curve, index) => [
+      h("span", { class: "edges" }, rangeAt(curve, index)),
+      curve.runs && h("span", { class: "edges" }, several(curve.runs[index], "run")),
+    ];
+    return rowsAt((this.curves ?? []).filter(near), at, where, number, edges);
   }
 
   /** Highlight one run's curve; null highlights none. */

@@ -57,17 +57,11 @@ export class Chart {
     this.curves = curves;
     const { series, bands, data, owners } = layOut(curves, options.log);
     this.owners = owners;
-    const shape = JSON.stringify([
-      curves.map((curve) => [curve.label, curve.color, curve.dash, curve.faint, curve.area]),
-      series.length,
-      bands.length,
-      options.time,
-      options.log,
-      options.zero,
-      Boolean(options.range),
-      options.title,
-      options.unit,
-    ]);
+    const { time, log, zero, range, title, unit } = options;
+    const looks = curves.map(({ label, color, dash, faint, area }) =>
+      [label, color, dash, faint, area]);
+    const shape = JSON.stringify([looks, series.length, bands.length, time, log, zero,
+      Boolean(range), title, unit]);
     this.options = options;
     if (this.plot && shape === this.shape) return this.plot.setData(data);
     this.shape = shape;
@@ -117,15 +111,8 @@ export class Chart {
         y: { distr: log ? 3 : 1, ...(zero && fromZero), ...(range && given) },
       },
       axes: [
-        {
-          ...axis,
-          size: 26,
-          space: 64,
-          label: title,
-          ...(time
-            ? { incrs: SECONDS, values: (plot, at) => at.map(clockSpan) }
-            : { incrs: wholeSteps(), values: (plot, at) => at.map(tick) }),
-        },
+        { ...axis, size: 26, space: 64, label: title, incrs: time ? SECONDS : wholeSteps(),
+          values: (plot, at) => at.map(time ? clockSpan : tick) },
         { ...axis, label: unit ?? undefined, values: (plot, at) => at.map(text),
           size: (plot, texts) => room(texts) },
       ],
@@ -274,9 +261,7 @@ function wholeSteps() {
   return found;
 }
 
-function room(texts) {
-  return 16 + 6.2 * Math.max(2, ...(texts ?? []).map((text) => text.length));
-}
+const room = (texts) => 16 + 6.2 * Math.max(2, ...(texts ?? []).map((text) => text.length));
 
 /** Move the cursor with a finger; vertical moves still scroll the page. */
 function touches(plot) {

@@ -32,10 +32,15 @@ export function lookOf(id) {
 export const lineKey = ({ color, dash }) =>
   h("i", { class: "key", "data-dash": dash.join(" "), vars: { "--color": color } });
 
+const root = document.documentElement;
+const system = matchMedia("(prefers-color-scheme: dark)");
+
 /** Return the value of a CSS variable in the current theme, because a canvas has no variables. */
 export function resolved(variable) {
   const name = variable.replace(/^var\(|\)$/g, "");
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colors = getComputedStyle(root).getPropertyValue(name).match(/#\w+/g); // light, dark
+  const { theme } = root.dataset;
+  return (theme === "auto" ? system.matches : theme === "dark") ? colors.at(-1) : colors[0];
 }
 
 export const PARTS = [
@@ -43,37 +48,43 @@ export const PARTS = [
 ];
 export const partName = (part) => (part === "other" ? "your code" : part);
 export const partColor = (part) => `var(--part-${part})`;
+export const partKey = (part) => h("i", { class: "key", vars: { background: partColor(part) } });
 
-function storedTheme() {
-  try {
-    return localStorage.getItem(KEY);
-  } catch {
-    return null; // a page from disk, or storage is disabled
-  }
+/** Return the percentage of each part in the seconds of a step, null without any. */
+export function percentages(seconds) {
+  const all = PARTS.reduce((sum, part) => sum + (seconds?.[part] ?? 0), 0);
+  return all ? PARTS.map((part) => [part, (100 * (seconds[part] ?? 0)) / all]) : null;
 }
 
-function storeTheme(theme) {
+/** Return shares of the parts as a bar. */
+export const partBar = (kind, shares) => h("div", { class: kind, "aria-hidden": "true" },
+  shares.filter(([, percent]) => percent > 0).map(([part, percent]) =>
+    h("i", { vars: { width: `${percent}%`, background: partColor(part) } })));
+
+/** Return what `act` does with the storage of the browser, null if that is disabled. */
+function stored(act) {
   try {
-    localStorage.setItem(KEY, theme);
+    return act(localStorage);
   } catch {
-    // it lasts until the page is closed
+    return null; // a page from disk: a theme lasts until it is closed
   }
 }
 
 /** Apply the stored theme; call `changed` when the button or the system changes colors. */
 export function startTheme(changed) {
   const button = byId("theme");
-  let theme = ORDER.includes(storedTheme()) ? storedTheme() : "auto";
+  let theme = stored((storage) => storage.getItem(KEY));
+  if (!ORDER.includes(theme)) theme = "auto";
   const apply = () => {
-    document.documentElement.dataset.theme = theme;
+    root.dataset.theme = theme;
     button.textContent = LABELS[theme];
     changed();
   };
   button.addEventListener("click", () => {
     theme = ORDER[(ORDER.indexOf(theme) + 1) % ORDER.length];
-    storeTheme(theme);
+    stored((storage) => storage.setItem(KEY, theme));
     apply();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+  system.addEventListener("change", changed);
   apply();
 }

@@ -2,7 +2,7 @@
 
 import { Card } from "./card.js";
 import { lineKey } from "./colors.js";
-import { h, onChange, searchBox, toggle } from "./dom.js";
+import { h, offering, onChange, searchBox, toggle } from "./dom.js";
 import { count, splitName } from "./format.js";
 import { histograms } from "./histograms.js";
 import { choose, state } from "./state.js";
@@ -22,12 +22,10 @@ export function curvesPanel(root) {
     legend.replaceChildren(...(lines.length < 2 ? [] : lines).map(({ look, name, count: runs }) =>
       h("span", {}, lineKey(look), name, runs && h("small", {}, runs))));
   });
-  const watcher = new IntersectionObserver(
-    (entries) =>
-      entries.forEach(({ target, isIntersecting }) =>
-        cards.get(target.dataset.scalar)?.setVisible(isIntersecting)),
-    { rootMargin: "200px 0px" },
-  );
+  const reveal = ({ target, isIntersecting }) =>
+    cards.get(target.dataset.scalar)?.setVisible(isIntersecting);
+  const watcher = new IntersectionObserver((entries) => entries.forEach(reveal),
+    { rootMargin: "200px 0px" });
   const arrange = onChange(({ names, pins }) => place(names, pins, cards, grid, watcher));
 
   document.addEventListener("emphasize", ({ detail }) =>
@@ -52,12 +50,8 @@ export function curvesPanel(root) {
 }
 
 /** Return whether a name contains every word of the search. */
-function matches(name, search) {
-  return search
-    .toLowerCase()
-    .split(/\s+/)
-    .every((word) => name.toLowerCase().includes(word));
-}
+const matches = (name, search) =>
+  search.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word));
 
 /** Arrange cards in groups, pinned ones first. Existing cards keep their data and the focus. */
 function place(names, pins, cards, grid, watcher) {
@@ -69,22 +63,14 @@ function place(names, pins, cards, grid, watcher) {
   }
   const { activeElement: active } = document;
   const preventScroll = !active.matches(":focus-visible"); // a mouse stays where it is
-  const groups = [...grouped(names.filter((name) => !pins.includes(name)))];
+  const others = names.filter((name) => !pins.includes(name));
+  const groups = [...Map.groupBy(others, (name) => splitName(name)[0])];
   if (pins.length) groups.unshift(["Pinned", pins]);
   const sections = groups.map(([group, members]) => section(group, members, cards, watcher));
   grid.replaceChildren(...sections);
   if (grid.contains(active)) active.focus({ preventScroll });
   const text = state.search ? "No matching scalars." : "No scalars yet.";
   if (!names.length) grid.append(h("p", { class: "empty" }, text));
-}
-
-function grouped(names) {
-  const groups = new Map();
-  for (const name of names) {
-    const [group] = splitName(name);
-    groups.set(group, [...(groups.get(group) ?? []), name]);
-  }
-  return groups;
 }
 
 function section(group, members, cards, watcher) {
@@ -113,33 +99,21 @@ function toolbar() {
   const group = h("select", { id: "group", title: "Draw the mean of the runs with the same value",
     on: { change: () => choose({ group: group.value }) } });
   const groups = h("label", {}, "Group by ", group);
-  const offer = onChange((names) => group.replaceChildren(h("option", { value: "" }, "–"),
-    ...names.map((name) => h("option", { value: name }, name))));
+  const offer = offering(group, "–");
   const log = toggle("log", "Log", "Logarithmic scale", () => choose({ log: !state.log }));
   const title = "From the lowest to the highest worker, or run of a group";
   const band = toggle("band", "Band", title, () => choose({ band: !state.band }));
   const all = "Mark spikes at the edge, so that they do not flatten the rest";
   const clip = toggle("clip", "Clip spikes", all, () => choose({ clip: !state.clip }));
-  const smooth = h("input", {
-    id: "smooth",
-    type: "range",
-    min: 0,
-    max: 100,
-    step: 1,
-    on: { input: (event) => choose({ smooth: toWeight(event.target.value) }) },
-  });
+  const input = (event) => choose({ smooth: toWeight(event.target.value) });
+  const smooth = h("input",
+    { id: "smooth", type: "range", min: 0, max: 100, step: 1, on: { input } });
   const amount = h("span", { class: "amount" });
   const zoom = zoomButtons();
-  const element = h(
-    "div",
-    { class: "tools", role: "group", "aria-label": "Curve options" },
-    h("div", { class: "find" }, search, tally),
-    axis,
+  const element = h("div", { class: "tools", role: "group", "aria-label": "Curve options" },
+    h("div", { class: "find" }, search, tally), axis,
     h("div", { class: "segments" }, log, band, clip),
-    h("label", { class: "slider" }, "Smoothing", smooth, amount),
-    groups,
-    zoom.element,
-  );
+    h("label", { class: "slider" }, "Smoothing", smooth, amount), groups, zoom.element);
   return {
     element,
     update(found, all, view) {
@@ -147,9 +121,8 @@ function toolbar() {
       tally.textContent = found === all ? `${count(all)}` : `${count(found)} of ${count(all)}`;
       axis.childNodes.forEach((button) =>
         button.setAttribute("aria-pressed", String(button.id === `axis-${state.axis}`)));
-      log.setAttribute("aria-pressed", String(state.log));
-      band.setAttribute("aria-pressed", String(state.band));
-      clip.setAttribute("aria-pressed", String(state.clip));
+      [log, band, clip].forEach((button) =>
+        button.setAttribute("aria-pressed", String(state[button.id])));
       smooth.value = fromWeight(state.smooth);
       smooth.setAttribute("aria-valuetext", state.smooth ? `weight ${state.smooth}` : "off");
       amount.textContent = state.smooth ? String(state.smooth) : "off";

@@ -53,16 +53,17 @@ export function keepFocus(root, draw) {
 
 /** Return a text field whose label is for screen readers only. */
 export function searchBox(id, label, listener) {
-  return h("input", {
-    id,
-    type: "search",
-    placeholder: label,
-    "aria-label": label,
-    autocomplete: "off",
-    spellcheck: "false",
-    on: { input: (event) => listener(event.target.value) },
-  });
+  const labels = { placeholder: label, "aria-label": label };
+  const on = { input: (event) => listener(event.target.value) };
+  return h("input",
+    { id, type: "search", ...labels, autocomplete: "off", spellcheck: "false", on });
 }
+
+/** Return a function that offers names in a list, after the words for none of them. */
+export const offering = (select, none) => onChange((names) => {
+  const option = (name) => h("option", { value: name }, name);
+  select.replaceChildren(...(none ? [h("option", { value: "" }, none)] : []), ...names.map(option));
+});
 
 /** Return a button that is on or off. */
 export function toggle(id, label, title, listener) {

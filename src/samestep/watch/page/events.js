@@ -40,9 +40,8 @@ export function eventsPanel(root) {
     update({ run }) {
       if (!run) return;
       last = run;
-      const counts = new Map();
-      run.events.forEach(({ kind }) => counts.set(kind, (counts.get(kind) ?? 0) + 1));
-      drawKinds([...counts].sort(([a], [b]) => (a < b ? -1 : 1)));
+      const kinds = [...Map.groupBy(run.events, ({ kind }) => kind)];
+      drawKinds(kinds.map(([kind, events]) => [kind, events.length]).sort());
       drawSinks({ sinks: run.sinks, images: run.dropped_images });
       again();
     },
@@ -51,68 +50,45 @@ export function eventsPanel(root) {
 
 function marks(events, started, updated) {
   const length = Math.max(1e-6, updated - started);
+  const percent = (time) => 100 * Math.min(1, Math.max(0, (time - started) / length));
   const dots = events.map(({ time, kind, severity, text }) =>
-    h("i", {
-      "data-severity": severity,
-      title: `${kind}, ${moment(time)}: ${text}`,
-      vars: { left: `${(100 * Math.min(1, Math.max(0, (time - started) / length))).toFixed(3)}%` },
-    }),
-  );
+    h("i", { "data-severity": severity, title: `${kind}, ${moment(time)}: ${text}`,
+      vars: { left: `${percent(time).toFixed(3)}%` } }));
   const ends = [started, updated].map((time) => h("span", {}, moment(time)));
   return [h("div", { class: "rail" }, dots), ...ends];
 }
 
 function row({ time, kind, step, text, severity, detail }) {
   const more = detail && [h("summary", {}, "Details"), h("pre", { tabindex: 0 }, detail)];
-  return h(
-    "li",
-    { "data-kind": kind, "data-severity": severity },
+  const at = step === null || step === undefined ? "" : `step ${count(step)}`;
+  return h("li", { "data-kind": kind, "data-severity": severity },
     h("time", { datetime: new Date(time * 1000).toISOString() }, moment(time)),
-    h("b", {}, kind.replaceAll("_", " ")),
-    h("span", { class: "at" }, step === null || step === undefined ? "" : `step ${count(step)}`),
-    h("span", { class: "what" }, text, more && h("details", {}, more)),
-  );
+    h("b", {}, kind.replaceAll("_", " ")), h("span", { class: "at" }, at),
+    h("span", { class: "what" }, text, more && h("details", {}, more)));
 }
 
 function kindToggle(kind, number, hidden, again) {
-  const button = h(
-    "button",
-    {
-      class: "toggle",
-      type: "button",
-      "data-kind": kind,
-      "aria-pressed": String(!hidden.has(kind)),
-      on: {
-        click: () => {
-          if (!hidden.delete(kind)) hidden.add(kind);
-          button.setAttribute("aria-pressed", String(!hidden.has(kind)));
-          again();
-        },
-      },
-    },
-    kind.replaceAll("_", " "),
-    h("small", {}, ` ${count(number)}`),
-  );
+  const isShown = () => String(!hidden.has(kind));
+  const click = () => {
+    if (!hidden.delete(kind)) hidden.add(kind);
+    button.setAttribute("aria-pressed", isShown());
+    again();
+  };
+  const state = { "data-kind": kind, "aria-pressed": isShown(), on: { click } };
+  const button = h("button", { class: "toggle", type: "button", ...state },
+    kind.replaceAll("_", " "), h("small", {}, ` ${count(number)}`));
   return button;
 }
 
 function sinkTable({ sinks, images }) {
   if (!sinks.length && !images) return [];
+  const line = ({ name, behind_bytes: behind, dropped, error }) =>
+    h("li", { "data-sink": name, "data-severity": error || dropped ? "bad" : "good" },
+      h("b", {}, name),
+      h("span", {}, error ?? (behind ? `${bytes(behind)} behind` : "up to date")),
+      h("span", {}, dropped ? `${count(dropped)} dropped` : "nothing dropped"));
   return [
-    h("h2", {}, "Sinks of the record"),
-    h(
-      "ul",
-      { id: "sinks" },
-      sinks.map(({ name, behind_bytes: behind, dropped, error }) =>
-        h(
-          "li",
-          { "data-sink": name, "data-severity": error ? "bad" : dropped ? "bad" : "good" },
-          h("b", {}, name),
-          h("span", {}, error ?? (behind ? `${bytes(behind)} behind` : "up to date")),
-          h("span", {}, dropped ? `${count(dropped)} dropped` : "nothing dropped"),
-        ),
-      ),
-    ),
+    h("h2", {}, "Sinks of the record"), h("ul", { id: "sinks" }, sinks.map(line)),
     images > 0 && h("p", {}, `${count(images)} images were dropped to keep training from waiting.`),
   ].filter(Boolean);
 }

@@ -1,11 +1,6 @@
 // Numbers, times and sizes as text.
 
-const UNITS = [
-  ["d", 86400],
-  ["h", 3600],
-  ["min", 60],
-  ["s", 1],
-];
+const UNITS = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
 
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
 
@@ -67,14 +62,10 @@ export function bytes(size) {
   return `${Number(size.toPrecision(3))} TB`;
 }
 
-const dayAndTime = new Intl.DateTimeFormat("en-GB", {
-  day: "numeric",
-  month: "short",
-  hour: "2-digit",
-  minute: "2-digit",
-  second: "2-digit",
-});
-const timeOnly = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const TIME = { hour: "2-digit", minute: "2-digit" };
+const DAY_AND_TIME = { day: "numeric", month: "short", ...TIME, second: "2-digit" };
+const timeOnly = new Intl.DateTimeFormat("en-GB", TIME);
+const dayAndTime = new Intl.DateTimeFormat("en-GB", DAY_AND_TIME);
 
 export const moment = (time) => (time ? dayAndTime.format(time * 1000) : "–");
 
@@ -97,36 +88,5 @@ export function splitName(name) {
   return [name.slice(0, slash), name.slice(slash + 1)];
 }
 
-const LOWER_IS_BETTER = /loss|error|mae|mse|perplexity/i;
-const HIGHER_IS_BETTER =
-  new RegExp("(?<![a-z])(acc(?!um)|ap\\d*(?![a-z])|au(ro)?c|bleu|dice|f1|kappa|m?iou|map|" +
-    "precision|psnr|r2(?!\\d)|recall|return(?!_(dev|std))|reward|score|ssim|top-?\\d)", "i");
-
-/** Return which values of a scalar are better by its name, "lowest" or "highest", else null. */
-export function goal(name) {
-  if (LOWER_IS_BETTER.test(name)) return "lowest";
-  return HIGHER_IS_BETTER.test(name) ? "highest" : null;
-}
-
 /** Return the best value of a scalar; the highest if its name does not say what is better. */
-export const bestOf = ({ name, lowest, highest }) => (goal(name) === "lowest" ? lowest : highest);
-
-const EVALUATED =
-  /(?<![a-z])(val|valid|validation|test|eval|evaluation|held[-_ ]?out)(?![a-z])/i;
-const TRAINED = /(?<![a-z])train(ing)?(?![a-z])/i;
-
-/**
- * Return the `score` and the `loss` among scalars, first those of an evaluation: by their names, or
- * because they are rarer and not named after training.
- */
-export function principal(scalars) {
-  const first = (wanted) => {
-    const fitting = scalars.filter(({ name }) => goal(name) === wanted);
-    const most = Math.max(...fitting.map(({ points }) => points));
-    const others = fitting.filter(({ name }) => !TRAINED.test(name));
-    return fitting.find(({ name }) => EVALUATED.test(name)) ??
-      others.find(({ points }) => points < most / 2) ?? others[0] ?? fitting[0];
-  };
-  const found = { score: first("highest"), loss: first("lowest") };
-  return Object.fromEntries(Object.entries(found).filter(([, scalar]) => scalar));
-}
+export const bestOf = ({ goal, lowest, highest }) => (goal === "lowest" ? lowest : highest);

@@ -6,7 +6,7 @@ import { report } from "./api.js";
 import { flat, ownNames } from "./settings.js";
 import { state } from "./state.js";
 
-const PLACES = ["dir", "remote", "sinks"]; // differ in most runs, and say nothing about results
+export const PLACES = ["dir", "remote", "sinks"]; // differ in most runs, not in results
 
 /**
  * Return the lines of the charts, a run or a group of runs each: {id, name, ids, look, isGroup};
@@ -36,21 +36,14 @@ function settingsOf(runs, details) {
 }
 
 function groupsBy(setting, runs, settings) {
-  const members = new Map();
-  for (const { id } of runs) {
-    if (!settings.has(id)) continue; // not loaded yet
-    const value = settings.get(id).get(setting) ?? "–";
-    members.set(value, [...(members.get(value) ?? []), id]);
-  }
+  const loaded = runs.map(({ id }) => id).filter((id) => settings.has(id));
+  const members = Map.groupBy(loaded, (id) => settings.get(id).get(setting) ?? "–");
   const order = new Intl.Collator("en", { numeric: true });
   const compare = ([one], [other]) =>
     (isNaN(one) || isNaN(other) ? order.compare(one, other) : one - other);
-  return [...members].sort(compare).map(([value, ids], place) => ({
-    id: `${setting}=${value}`,
-    name: `${setting}=${value}`,
-    count: several(ids.length, "run"),
-    ids,
-    look: lookAt(place),
-    isGroup: true,
-  }));
+  return [...members].sort(compare).map(([value, ids], place) => {
+    const name = `${setting}=${value}`;
+    const [runCount, look] = [several(ids.length, "run"), lookAt(place)];
+    return { id: name, name, count: runCount, ids, look, isGroup: true };
+  });
 }

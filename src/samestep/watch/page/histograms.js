@@ -2,7 +2,7 @@
 
 import { latest, path } from "./api.js";
 import { resolved } from "./colors.js";
-import { h, onChange } from "./dom.js";
+import { h, offering } from "./dom.js";
 import { count, number, several } from "./format.js";
 import { pictureOfElement, saveMenu } from "./saving.js";
 import { choose, state } from "./state.js";
@@ -17,19 +17,15 @@ export function histograms() {
   let items = [];
   let chosen = null; // the index of a step; null: the newest
   let key;
-  const select = h("select", {
-    "aria-label": "Histogram",
-    on: { change: () => choose({ histogram: select.value }) },
-  });
+  const change = () => choose({ histogram: select.value });
+  const select = h("select", { "aria-label": "Histogram", on: { change } });
   const seek = (event) => {
     const index = Number(event.target.value);
     chosen = index === items.length - 1 ? null : index;
     draw();
   };
-  const slider = h("input", {
-    id: "histogram-step", type: "range", min: 0, max: 0, "aria-label": "Step of the histogram",
-    on: { input: seek },
-  });
+  const slider = h("input", { id: "histogram-step", type: "range", min: 0, max: 0,
+    "aria-label": "Step of the histogram", on: { input: seek } });
   const readout = h("p", { class: "readout", id: "histogram-readout" });
   const map = h("canvas", { height: ROWS, role: "img" });
   const bars = h("canvas", { height: ROWS, width: BAR, "aria-hidden": "true" });
@@ -47,8 +43,7 @@ export function histograms() {
     h("header", { class: "head" }, h("h2", {}, "Histograms"), save),
     h("div", { class: "tools" }, select, h("label", { class: "slider wide" }, "Step", slider)),
     readout, figure);
-  const list = onChange((names) =>
-    select.replaceChildren(...names.map((name) => h("option", { value: name }, name))));
+  const list = offering(select);
 
   function draw() {
     const at = chosen === null ? items.length - 1 : Math.min(chosen, items.length - 1);

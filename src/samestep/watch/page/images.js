@@ -13,26 +13,15 @@ const LARGE_PIXELS = 8e6; // a browser decodes them to four bytes each, whatever
 export function imagesPanel(root) {
   let runs = [];
   let text = "";
-  const slider = h("input", {
-    id: "image-step",
-    type: "range",
-    min: 0,
-    max: 0,
-    step: 1,
-    "aria-label": "Step of the images",
-    on: { input: () => seek() },
-  });
+  const slider = h("input", { id: "image-step", type: "range", min: 0, max: 0, step: 1,
+    "aria-label": "Step of the images", on: { input: () => seek() } });
   const shownStep = h("span", { class: "amount", id: "shown-step" });
   const search = searchBox("image-search", "Search images", (typed) => {
     text = typed.toLowerCase();
     draw();
   });
-  const tools = h(
-    "div",
-    { class: "tools" },
-    h("div", { class: "find" }, search),
-    h("label", { class: "slider wide" }, "Step", slider, shownStep),
-  );
+  const tools = h("div", { class: "tools" }, h("div", { class: "find" }, search),
+    h("label", { class: "slider wide" }, "Step", slider, shownStep));
   const grid = h("div", { class: "pictures" });
   const enlarged = enlargement();
   root.append(tools, grid, enlarged.element);
@@ -46,13 +35,9 @@ export function imagesPanel(root) {
     const all = steps();
     choose({ image: Number(slider.value) === all.length - 1 ? null : all[slider.value] });
   };
-  const arrange = onChange((names) =>
-    grid.replaceChildren(
-      ...(names.length
-        ? names.map((name) => figures.get(name).element)
-        : [h("p", { class: "empty" }, "No images. Log them with run.log_image(name, pixels).")]),
-    ),
-  );
+  const none = h("p", { class: "empty" }, "No images. Log them with run.log_image(name, pixels).");
+  const arrange = onChange((names) => grid.replaceChildren(
+    ...(names.length ? names.map((name) => figures.get(name).element) : [none])));
   const restart = onChange(() => {
     figures.clear();
     arrange([]); // other runs may have the same names
@@ -140,24 +125,15 @@ function fill(frame, alt, id, item, requested, enlarge) {
       fill(frame, alt, id, item, requested, enlarge);
       frame.querySelector("button")?.focus();
     };
-    return say(
-      h(
-        "button",
-        { type: "button", class: "load", on: { click: load } },
-        item.bytes === null ? "Load this large image" : `Load ${bytes(item.bytes)}`,
-      ),
-      h("span", {}, `${item.width} × ${item.height} pixels`),
-    );
+    const text = item.bytes === null ? "Load this large image" : `Load ${bytes(item.bytes)}`;
+    return say(h("button", { type: "button", class: "load", on: { click: load } }, text),
+      h("span", {}, `${item.width} × ${item.height} pixels`));
   }
-  const image = h("img", {
-    src: address,
-    alt,
-    width: item.width,
-    height: item.height,
-    decoding: "async",
-    on: { error: () => say("This image cannot be shown: its file is missing or damaged.") },
-  });
-  image.classList.toggle("tiny", item.width <= 96);
+  const { width, height } = item;
+  const error = () => say("This image cannot be shown: its file is missing or damaged.");
+  const image = h("img",
+    { src: address, alt, width, height, decoding: "async", on: { error } });
+  image.classList.toggle("tiny", width <= 96);
   const button = { type: "button", "aria-label": `Enlarge ${alt}`, on: { click: enlarge } };
   frame.replaceChildren(h("button", button, image));
 }

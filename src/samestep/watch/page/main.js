@@ -52,17 +52,11 @@ function view() {
   const runs = state.shown.map((id) => known.get(id)).filter(Boolean);
   const { groups, names } = grouped(runs, details);
   const alone = runs.map(({ id, name }) => ({ id, name, ids: [id], look: lookOf(id) }));
-  return {
-    state,
-    rows: found.rows,
-    runs,
-    lines: groups.length ? groups : alone,
-    groupable: names,
-    run: details.get(state.run),
-    details,
-    restarts,
-    clock: report ? report.written : Date.now() / 1000,
-  };
+  const { rows } = found;
+  const lines = groups.length ? groups : alone;
+  const clock = report ? report.written : Date.now() / 1000;
+  const run = details.get(state.run);
+  return { state, rows, runs, lines, groupable: names, run, details, restarts, clock };
 }
 
 function draw() {

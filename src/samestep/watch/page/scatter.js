@@ -1,7 +1,7 @@
 // One setting against one score: each run of the table is a point.
 
 import { lookOf } from "./colors.js";
-import { h, keepFocus, onChange } from "./dom.js";
+import { h, keepFocus, offering, onChange } from "./dom.js";
 import { number, several, tick } from "./format.js";
 import { pictureOfElement, plain, saveMenu } from "./saving.js";
 import { choose, state } from "./state.js";
@@ -70,8 +70,7 @@ const open = (run) => choose({ run, shown: [...new Set([...state.shown, run])], 
 function select(key, label) {
   const list = h("select", { id: `scatter-${key}`,
     on: { change: () => choose({ [key]: list.value }) } });
-  const draw = onChange((names) => list.replaceChildren(h("option", { value: "" }, "–"),
-    ...names.map((name) => h("option", { value: name }, name))));
+  const draw = offering(list, "–");
   return {
     element: h("label", {}, `${label} `, list),
     offer(names) {

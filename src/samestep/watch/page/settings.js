@@ -71,12 +71,10 @@ export function flat({ settings, config, command, commit, hosts, environment }, 
 /** Return the rows to show, and those of options that have their defaults in all runs. */
 function rows({ mine, other, only }) {
   const [values, theirs] = [new Map(mine.values), new Map(other?.values)];
-  const found = [...new Set([...values.keys(), ...theirs.keys()])].map((key) => ({
-    key,
-    value: values.get(key),
-    other: theirs.get(key),
-    differs: Boolean(other) && values.get(key) !== theirs.get(key),
-  }));
+  const found = [...new Set([...values.keys(), ...theirs.keys()])].map((key) => {
+    const [value, their] = [values.get(key), theirs.get(key)];
+    return { key, value, other: their, differs: Boolean(other) && value !== their };
+  });
   const isUsual = ({ key, differs }) => mine.defaults.includes(key) && !differs;
   return {
     all: found.filter((row) => !isUsual(row) && (row.differs || !(other && only))),
@@ -86,13 +84,9 @@ function rows({ mine, other, only }) {
 
 function content({ mine, other }, found, empty) {
   const body = found.map(({ key, value, other: theirs, differs }) =>
-    h(
-      "tr",
-      { "data-key": key, "data-differs": differs },
+    h("tr", { "data-key": key, "data-differs": differs },
       h("th", { scope: "row" }, key, differs && h("span", { class: "unseen" }, " differs")),
-      h("td", {}, value ?? "–"),
-      other && h("td", {}, theirs ?? "–"),
-    ));
+      h("td", {}, value ?? "–"), other && h("td", {}, theirs ?? "–")));
   const titles = ["Setting", mine.name, ...(other ? [other.name] : [])];
   const head = h("tr", {}, titles.map((title) => h("th", { scope: "col" }, title)));
   const none = h("tr", {}, h("td", { colspan: 3 }, empty));

@@ -2,7 +2,7 @@
 
 import { lineKey, lookOf } from "./colors.js";
 import { byId, h, keepFocus, onChange, searchBox } from "./dom.js";
-import { count, goal, number } from "./format.js";
+import { count, number } from "./format.js";
 import { choose, state } from "./state.js";
 
 const SEARCHED = 8; // runs, from which a search box is shown
@@ -67,7 +67,7 @@ export function sidebar(root) {
 function byScore(one, other) {
   const [a, b] = [one, other].map(({ principal }) => {
     if (!principal || principal.last === null) return [2, 0];
-    return goal(principal.name) === "lowest" ? [1, principal.last] : [0, -principal.last];
+    return principal.goal === "lowest" ? [1, principal.last] : [0, -principal.last];
   });
   return a[0] - b[0] || a[1] - b[1];
 }

@@ -84,19 +84,15 @@ export function choose(changes) {
   listeners.forEach((listener) => listener());
 }
 
-/** Return the zoomed range for charts whose x axis is always steps. */
-export function stepRange() {
-  return state.axis === "step" ? { from: state.from, to: state.to } : { from: null, to: null };
+/** Return the zoomed range for charts whose x axis is always steps, or seconds since a start. */
+export const stepRange = () => rangeOn("step");
+export const timeRange = () => rangeOn("time");
+
+function rangeOn(axis) {
+  return state.axis === axis ? { from: state.from, to: state.to } : { from: null, to: null };
 }
 
-/** Return the zoomed range for charts whose x axis is always seconds since a run's start. */
-export function timeRange() {
-  return state.axis === "time" ? { from: state.from, to: state.to } : { from: null, to: null };
-}
-
-export function onChoice(listener) {
-  listeners.push(listener);
-}
+export const onChoice = (listener) => listeners.push(listener);
 
 addEventListener("hashchange", () => {
   if (location.hash === "#content") return write(); // the skip link, not a choice

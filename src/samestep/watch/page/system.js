@@ -65,9 +65,10 @@ function chartOf(name) {
   const [title, units] = CHARTS[name];
   let [unit, scale] = units.at(-1);
   let lines = [];
-  const frame = framed({ key: `system ${name}`, label: title, kind: "host", height: 170,
+  const frame = framed({ key: `system ${name}`, label: title, kind: () => "host", height: 170,
     axis: "time",
-    tip: (at) => rowsAt(lines, at, `after ${clockSpan(at)}`, (one) => `${number(one)} ${unit}`) });
+    tip: (at) =>
+      rowsAt(lines, at, () => `after ${clockSpan(at)}`, (one) => `${number(one)} ${unit}`) });
   const { chart, canvas, buttons } = frame;
   const readout = h("span", { class: "readout" });
   const heading = h("h3");

@@ -2,7 +2,8 @@
 
 import { get, report } from "./api.js";
 import { h, keepFocus, onChange, searchBox } from "./dom.js";
-import { ago, bestOf, count, duration, number, principal, several } from "./format.js";
+import { ago, bestOf, count, duration, number, several } from "./format.js";
+import { PLACES } from "./groups.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
 import { flat, ownNames } from "./settings.js";
@@ -11,7 +12,6 @@ import { choose, state } from "./state.js";
 
 const MOST_SCORES = 2; // chosen automatically
 const MOST_SETTINGS = 6;
-const PLACES = ["dir", "remote", "sinks"]; // differ in most runs, and say nothing about results
 const MOST_ROWS = 100; // until "Show all" is pressed
 const PAUSE = 3000; // milliseconds between two requests
 // a run becomes silent without an event, and has no `elapsed` until its record is read
@@ -112,9 +112,8 @@ function describedBy(run, own, taken) {
     [taken.has(name) ? `setting ${name}` : name, value]));
   for (const [name, scores] of Object.entries(run.scores)) {
     values.set(name, scores.last);
-    values.set(`best ${name}`, bestOf({ name, ...scores }));
+    values.set(`best ${name}`, bestOf(scores));
   }
-  const scalars = Object.entries(run.scores).map(([name, scores]) => ({ name, ...scores }));
   const tags = run.tags.map((tag) => `tag=${tag}`.toLowerCase());
   const text = [run.name, run.id, run.state, ...pairs, ...tags, run.note].join(" ").toLowerCase();
   const { id, name, state: now, step, elapsed, updated, noted, note, nonfinite } = run;
@@ -122,8 +121,7 @@ function describedBy(run, own, taken) {
     nonfinite: nonfinite.length > 0, words: new Set([...tags, ...pairs]), tags: run.tags,
     columns: new Map([...values].map(([column, value]) => [column.toLowerCase(), value])),
     label: run.tags.join(" ") || null, values: Object.fromEntries(values),
-    scores: Object.keys(run.scores),
-    principal: Object.values(principal(scalars)).map(({ name: scalar }) => scalar) };
+    scores: Object.keys(run.scores), principals: run.principals };
 }
 
 function showOnly(ids) {
@@ -159,11 +157,8 @@ function compares(value, sign, limit) {
 function namesOf(runs) {
   const scores = new Set(runs.flatMap(({ scores: names }) => names));
   const seen = new Map();
-  for (const { values } of runs) {
-    for (const [name, value] of Object.entries(values)) {
-      if (!seen.has(name)) seen.set(name, new Set());
-      seen.get(name).add(value);
-    }
+  for (const [name, value] of runs.flatMap(({ values }) => Object.entries(values))) {
+    seen.set(name, (seen.get(name) ?? new Set()).add(value));
   }
   const isScore = (name) => scores.has(name) || scores.has(name.replace(/^best /, ""));
   const differs = ([name, found]) => !isScore(name) && (found.size > 1 || runs.length === 1);
@@ -176,7 +171,7 @@ function automatic(runs) {
   const names = namesOf(runs);
   const scores = new Set(runs.flatMap(({ scores: found }) => found));
   const isBest = (name) => name.startsWith("best ") && scores.has(name.slice(5));
-  const first = new Set([...runs.flatMap((run) => run.principal), ...scores]);
+  const first = new Set([...runs.flatMap((run) => run.principals), ...scores]);
   const some = [...first].slice(0, MOST_SCORES);
   const isSetting = (name) => !scores.has(name) && !isBest(name) && !PLACES.includes(name);
   const settings = names.filter(isSetting);

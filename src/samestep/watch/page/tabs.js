@@ -10,13 +10,8 @@ export function tabs(list, place, panels) {
     const [click, panel] = [() => choose({ tab: name }), `panel-${name}`];
     const button = { role: "tab", id: `tab-${name}`, type: "button", "aria-controls": panel };
     const tab = h("button", { ...button, on: { click } }, label);
-    const root = h("div", {
-      role: "tabpanel",
-      id: `panel-${name}`,
-      class: `panel ${name}`,
-      "aria-labelledby": `tab-${name}`,
-      hidden: true,
-    });
+    const root = h("div", { role: "tabpanel", id: panel, class: `panel ${name}`,
+      "aria-labelledby": `tab-${name}`, hidden: true });
     list.append(tab);
     place.append(root);
     made[name] = { tab, root, panel: make(root) };

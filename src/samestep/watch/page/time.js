@@ -1,7 +1,7 @@
 // Where a step's time goes: now, as a strip, and over the run, as stacked areas.
 
 import { latest, path } from "./api.js";
-import { partColor, partName, PARTS } from "./colors.js";
+import { partBar, partColor, partKey, partName, PARTS, percentages } from "./colors.js";
 import { h, onChange } from "./dom.js";
 import { count, duration } from "./format.js";
 import { framed } from "./frame.js";
@@ -25,7 +25,8 @@ export function timePanel(root) {
   const strip = h("section", { class: "strip" });
   let shown = { x: [], parts: {} };
   const frame = framed({ key: "time", label: "Seconds per step by part, over the run",
-    kind: "part", height: 260, axis: "step", tip: (at) => rows(shown, nearest(shown.x, at)) });
+    kind: () => "part", height: 260, axis: "step",
+    tip: (at) => rows(shown, nearest(shown.x, at)) });
   const { chart, canvas, buttons } = frame;
   const title = h("h2", {}, "Over the run, mean of all workers");
   root.append(strip, h("section", {}, h("header", { class: "head" }, title, buttons), canvas));
@@ -46,23 +47,18 @@ export function timePanel(root) {
   };
 }
 
-const key = (part) => h("i", { class: "key", vars: { background: partColor(part) } });
-
 function content(parts) {
-  const all = PARTS.reduce((sum, part) => sum + (parts?.[part] ?? 0), 0);
-  if (!all) return [h("p", { class: "empty" }, "No step has been timed yet.")];
-  const percent = (part) => (100 * (parts[part] ?? 0)) / all;
-  const width = (part) => ({ width: `${percent(part)}%`, background: partColor(part) });
+  const shares = percentages(parts);
+  if (!shares) return [h("p", { class: "empty" }, "No step has been timed yet.")];
+  const all = PARTS.reduce((sum, part) => sum + (parts[part] ?? 0), 0);
   return [
     h("h2", {}, `A step takes ${duration(all)}`,
       h("small", {}, " from one to the next, mean of all workers and the last 100 steps")),
-    h("div", { class: "parts tall", "aria-hidden": "true" },
-      PARTS.filter((part) => parts[part] > 0).map((part) =>
-        h("i", { "data-part": part, vars: width(part) }))),
-    h("table", { class: "shares" }, h("tbody", {}, PARTS.map((part) =>
+    partBar("parts tall", shares),
+    h("table", { class: "shares" }, h("tbody", {}, shares.map(([part, percent]) =>
       h("tr", { "data-part": part },
-        h("th", { scope: "row" }, key(part), partName(part)),
-        h("td", {}, `${percent(part).toFixed(1)} %`),
+        h("th", { scope: "row" }, partKey(part), partName(part)),
+        h("td", {}, `${percent.toFixed(1)} %`),
         h("td", {}, duration(parts[part] ?? 0)),
         h("td", { class: "meaning" }, MEANING[part]))))),
   ];
@@ -87,11 +83,10 @@ function rows({ x, parts }, index) {
   return [
     h("div", { class: "where" }, `step ${count(x[index])}`),
     ...there.map((part) =>
-      h("div", {}, key(part), h("span", { class: "who" }, partName(part)),
+      h("div", {}, partKey(part), h("span", { class: "who" }, partName(part)),
         h("b", {}, duration(parts[part][index])))),
   ];
 }
 
-export function legend() {
-  return h("p", { class: "legend" }, PARTS.map((part) => h("span", {}, key(part), partName(part))));
-}
+export const legend = () => h("p", { class: "legend" },
+  PARTS.map((part) => h("span", {}, partKey(part), partName(part))));

@@ -3,20 +3,24 @@
 import { lineKey } from "./colors.js";
 import { h } from "./dom.js";
 
-export const MOST_IN_TIP = 12; // lines
+const MOST = 12; // lines
 
-/** Return its content: `where` the cursor is, and the lines by value there, highest first. */
-export function rowsAt(lines, at, where, text) {
+/**
+ * Return its content: `where(x)` the cursor is, and the lines by value there, highest first. `text`
+ * writes a value, and `others(line, index)` returns what follows it.
+ */
+export function rowsAt(lines, at, where, text, others = () => []) {
   const found = lines
     .filter(({ x }) => x.length)
-    .map((line) => ({ ...line, at: line.value[nearest(line.x, at)] }))
-    .sort((a, b) => (b.at ?? -Infinity) - (a.at ?? -Infinity));
-  const more = found.length - MOST_IN_TIP;
+    .map((line) => ({ line, index: nearest(line.x, at) }))
+    .map(({ line, index }) => ({ line, index, value: (line.smooth ?? line.value)[index] }))
+    .sort((a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity));
+  const more = found.length - MOST;
   return [
-    h("div", { class: "where" }, where),
-    ...found.slice(0, MOST_IN_TIP).map((line) =>
+    h("div", { class: "where" }, where(found.length ? found[0].line.x[found[0].index] : at)),
+    ...found.slice(0, MOST).map(({ line, index, value }) =>
       h("div", {}, lineKey(line), h("span", { class: "who" }, line.label),
-        h("b", {}, text(line.at)))),
+        h("b", {}, text(value)), others(line, index))),
     more > 0 && h("div", { class: "where" }, `and ${more} more`),
   ].filter(Boolean);
 }

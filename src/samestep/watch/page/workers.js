@@ -23,8 +23,8 @@ const TITLES = { title: "step", unit: "seconds per step" };
 export function workersPanel(root) {
   const map = h("div", { class: "map" });
   const title = "Own seconds per step, without waiting for other workers";
-  const frame = framed({ key: "workers", label: title, kind: "worker", height: 220, axis: "step",
-    tip: (at) => rowsAt(lines, at, `step ${count(at)}`, duration) });
+  const frame = framed({ key: "workers", label: title, kind: () => "worker", height: 220,
+    axis: "step", tip: (at) => rowsAt(lines, at, () => `step ${count(at)}`, duration) });
   const { chart, canvas, buttons } = frame;
   const head = h("header", { class: "head" }, h("h2", {}, title), buttons);
   const names = h("p", { class: "legend", id: "worker-names" });
@@ -75,8 +75,7 @@ export function workersPanel(root) {
 function content({ workers, lanes }) {
   const longest = Math.max(...workers.map(({ seconds }) => seconds ?? 0), 1e-9);
   const timed = workers.length <= MOST_TIMED;
-  const hosts = new Map();
-  workers.forEach((worker) => hosts.set(worker.host, [...(hosts.get(worker.host) ?? []), worker]));
+  const hosts = Map.groupBy(workers, ({ host }) => host);
   const title = `${several(workers.length, "worker")}, ${several(lanes, "lane")}`;
   const sections = [...hosts].map(([host, members]) => hostOf(host, members, longest, timed));
   return [h("section", {}, h("h2", {}, title, h("small", {}, OWN)), legend(), ...sections)];
