@@ -52,7 +52,7 @@ from samestep.torch_internals import (
     watch_backward,
 )
 
-REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
+REFUSED_BY_TORCH: Final = re.compile(r"([\w ]+) does not have a deterministic implementation")
 MOST_FUNCTIONS: Final = 16
 MOST_CLASSES: Final = 256
 MOST_ITEMS: Final = 16  # of a container that is searched for metrics
