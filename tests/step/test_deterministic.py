@@ -28,12 +28,14 @@ PADDINGS = ("zeros", "border", "reflection")
 
 
 def values(*shape):
-    return torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator("cpu").manual_seed(1)
+    return torch.randn(shape, dtype=DOUBLE, generator=generator, device="cpu")
 
 
 def ctc(logits, targets=TARGETS, lengths=LENGTHS["inputs"], **options):
-    probs = logits.log_softmax(-1)
-    return F.ctc_loss(probs, targets, lengths, LENGTHS["targets"], **options)
+    where = logits.device
+    lengths = lengths.to(where), LENGTHS["targets"].to(where)
+    return F.ctc_loss(logits.log_softmax(-1), targets.to(where), *lengths, **options)
 
 
 def concatenated():
@@ -46,17 +48,17 @@ def concatenated():
 CASES = {
     "cross entropy on images, sum": (
         ["nll_loss2d_forward"],
-        lambda x: F.cross_entropy(x, LABELS, reduction="sum"),
+        lambda x: F.cross_entropy(x, LABELS.to(x.device), reduction="sum"),
         [values(2, 5, 2, 3)],
     ),
     "cross entropy on images, weighted mean": (
         ["nll_loss2d_forward"],
-        lambda x: F.cross_entropy(x, LABELS, CLASS_WEIGHTS.to(x.dtype)),
+        lambda x: F.cross_entropy(x, LABELS.to(x.device), CLASS_WEIGHTS.to(x)),
         [values(2, 5, 2, 3)],
     ),
     "cross entropy on images, none": (
         ["nll_loss2d_forward"],
-        lambda x: F.cross_entropy(x, LABELS, reduction="none"),
+        lambda x: F.cross_entropy(x, LABELS.to(x.device), reduction="none"),
         [values(2, 5, 2, 3)],
     ),
     "CTC": (["_ctc_loss_backward"], ctc, [values(12, 3, 9)]),
@@ -67,12 +69,14 @@ CASES = {
     ),
     "CTC, lists of lengths, last blank": (
         ["_ctc_loss_backward"],
-        lambda x: F.ctc_loss(x.log_softmax(-1), TARGETS[:2] % 8, [12, 9], [5, 3], blank=8),
+        lambda x: F.ctc_loss(
+            x.log_softmax(-1), TARGETS[:2].to(x.device) % 8, [12, 9], [5, 3], blank=8
+        ),
         [values(12, 2, 9)],
     ),
     "CTC, no targets": (
         ["_ctc_loss_backward"],
-        lambda x: F.ctc_loss(x.log_softmax(-1), TARGETS, [12, 9, 5], [0, 0, 0]),
+        lambda x: F.ctc_loss(x.log_softmax(-1), TARGETS.to(x.device), [12, 9, 5], [0, 0, 0]),
         [values(12, 3, 9)],
     ),
     "CTC, NaN without a path": (
@@ -266,8 +270,21 @@ def results(function, inputs, dtype=DOUBLE):
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     gradients = []
     if outputs[0].requires_grad:
-        gradients = torch.autograd.grad(outputs[0], inputs, values(*outputs[0].shape).to(dtype))
+        gradients = torch.autograd.grad(outputs[0], inputs, values(*outputs[0].shape).to(outputs[0]))
     return [output.detach() for output in outputs] + list(gradients)
+
+
+def compare_on(device, case):
+    """Raise `AssertionError` unless a case has the results of CPUs on a device, and equal bits."""
+    _, function, inputs = CASES[case]
+    expected = results(function, inputs)
+    inputs = [value.to(device) for value in inputs]
+    with torch.device(device), replaced_kernels(device.upper()):
+        actual, again = results(function, inputs), results(function, inputs)
+    for value, same, reference in zip(actual, again, expected, strict=True):
+        assert value.device.type == device
+        torch.testing.assert_close(value.cpu(), reference, equal_nan=True)
+        assert value.equal(same) or bool(value.isnan().any())
 
 
 @pytest.fixture
@@ -351,9 +368,8 @@ def test_kernels_compute_what_torch_computes_for_any_shape_and_layout(data):
     shape = data.draw(st.tuples(st.integers(0, 2), *[st.integers(1, 6)] * (dimensions + 1)))
     choose = data.draw
     pools = [getattr(F, f"adaptive_{kind}_pool{dimensions}d") for kind in ("avg", "max")]
-    functions = [lambda x, pool=choose(st.sampled_from(pools)), size=resized(data, dimensions): (
-        pool(x, size)
-    )]  # fmt: skip
+    pool, size = choose(st.sampled_from(pools)), resized(data, dimensions)
+    functions = [lambda x: pool(x, size)]
     modes = [["linear"], ["bilinear", "bicubic"], ["trilinear"]][dimensions - 1]
     options = {
         "size": resized(data, dimensions),

@@ -243,7 +243,7 @@ def _grid_sampler_backward(
         for i, size in enumerate(sizes)
     ]
     samples = torch.arange(batch, device=grid.device)[:, None] * pixels
-    grid_gradient = torch.zeros(coordinates.shape, dtype=dtype, device=grid.device)
+    slopes_added = [torch.zeros_like(coordinates[..., 0]) for _ in sizes]  # [batch, outputs] each
     positions, sources = [], []
     for corner in product(*taps):
         position, inside = samples, torch.ones((), dtype=torch.bool, device=grid.device)
@@ -261,7 +261,7 @@ def _grid_sampler_backward(
             values = torch.where(inside, products, 0)  # even if what is clamped to is not finite
             for i in range(len(sizes)):
                 slopes = [tap.slope if j == i else tap.weight for j, tap in enumerate(corner)]
-                grid_gradient[..., -1 - i] += values * math.prod(slopes)
+                slopes_added[i] += values * math.prod(slopes)
     input_gradient = None
     if output_mask[0]:
         flat = torch.zeros_like(flat_inputs)
@@ -272,6 +272,7 @@ def _grid_sampler_backward(
         input_gradient = input_gradient.to(inputs.dtype).contiguous()
     if not output_mask[1]:
         return input_gradient, None
+    grid_gradient = torch.stack(slopes_added[::-1], -1)  # the last size first
     return input_gradient, grid_gradient.view(grid.shape).to(grid.dtype)
 
 
