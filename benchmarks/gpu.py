@@ -99,7 +99,9 @@ EAGER = [
     PLAIN,
     Contender("plain, deterministic", "gpu_plain", flags=["--deterministic"]),
     Contender("plain, CUDA graph", "gpu_plain", flags=["--graph"]),
-    Contender("plain, CUDA graph, deterministic", "gpu_plain", flags=["--graph", "--deterministic"]),
+    Contender(
+        "plain, CUDA graph, deterministic", "gpu_plain", flags=["--graph", "--deterministic"]
+    ),
     Contender("plain, 4 parts added up", "gpu_plain", flags=["--accumulate", "4"]),
     Contender(
         "plain, 4 parts added up, deterministic",

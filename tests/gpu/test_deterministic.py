@@ -160,7 +160,7 @@ def loss_of_letters(model, batch):
     return F.ctc_loss(model(images), letters, *lengths)
 
 
-VERIFIED_LOSSES = {"Masks": loss_of_masks, "Speech": loss_of_letters, "Pools": loss_of_class}
+VERIFIED_LOSSES = {Masks: loss_of_masks, Speech: loss_of_letters, Pools: loss_of_class}
 VERIFIED = """
 import torch
 import samestep as ss
@@ -180,7 +180,8 @@ with jobs.without_cudnn_ctc(), ss.init(lanes=4, device="{device}") as run:
 
 def verified_script(model, device):
     """Return a script that trains a model of this file."""
-    return VERIFIED.format(model=model, loss=VERIFIED_LOSSES[model].__name__, device=device)
+    loss = VERIFIED_LOSSES[model].__name__
+    return VERIFIED.format(model=model.__name__, loss=loss, device=device)
 
 
 @pytest.mark.parametrize("model", VERIFIED_LOSSES)

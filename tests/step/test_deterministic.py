@@ -270,7 +270,9 @@ def results(function, inputs, dtype=DOUBLE):
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     gradients = []
     if outputs[0].requires_grad:
-        gradients = torch.autograd.grad(outputs[0], inputs, values(*outputs[0].shape).to(outputs[0]))
+        gradients = torch.autograd.grad(
+            outputs[0], inputs, values(*outputs[0].shape).to(outputs[0])
+        )
     return [output.detach() for output in outputs] + list(gradients)
 
 
