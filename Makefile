@@ -43,7 +43,7 @@ test-cuda-build:
 
 # Other tests see no GPU.
 test-gpu: $(VENV)/ready-dev
-	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(BIN)/pytest --numprocesses 3 --dist worksteal -m gpu
+	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(BIN)/pytest --numprocesses 3 --dist worksteal -m gpu tests/real_gpu
 
 models: $(VENV)/ready-dev
 	@$(PIP) --requirement tests/models/requirements.txt

@@ -1,4 +1,4 @@
-"""Proofs and speed on a machine with NVIDIA GPUs, in less than ten minutes.
+"""Proofs and speed on a machine with NVIDIA GPUs, in 10 to 15 minutes.
 
 usage: python -m benchmarks.gpu [--rounds 3] [--minutes 9] [--into docs/gpu.md] [--quick] [--device
 cpu]
@@ -98,6 +98,10 @@ PLAIN = Contender("plain PyTorch", "gpu_plain")
 EAGER = [
     PLAIN,
     Contender("plain, deterministic", "gpu_plain", flags=["--deterministic"]),
+    Contender("plain, CUDA graph", "gpu_plain", flags=["--graph"]),
+    Contender(
+        "plain, CUDA graph, deterministic", "gpu_plain", flags=["--graph", "--deterministic"]
+    ),
     Contender("plain, 4 parts added up", "gpu_plain", flags=["--accumulate", "4"]),
     Contender(
         "plain, 4 parts added up, deterministic",
@@ -124,9 +128,21 @@ EAGER = [
     ),
 ]
 COMPILED = [
-    Contender(f"{who}, {words}", module, flags=["--compiled", mode])
-    for mode, words in (("default", "torch.compile"), ("reduce-overhead", "its CUDA graphs"))
-    for who, module in (("plain PyTorch", "gpu_plain"), ("samestep", "gpu_samestep"))
+    *(
+        Contender(f"{who}, {words}", module, flags=["--compiled", mode])
+        for mode, words in (("default", "torch.compile"), ("reduce-overhead", "its CUDA graphs"))
+        for who, module in (("plain PyTorch", "gpu_plain"), ("samestep", "gpu_samestep"))
+    ),
+    Contender(
+        "plain PyTorch, torch.compile, deterministic",
+        "gpu_plain",
+        flags=["--compiled", "default", "--deterministic"],
+    ),
+    Contender(
+        "samestep, torch.compile, deterministic=False",
+        options=["--deterministic", "false"],
+        flags=["--compiled", "default"],
+    ),
 ]
 # of ViT-S/16: bound by the GPU, and by launches on most hosts
 LARGEST_BATCHES = (512, 128)

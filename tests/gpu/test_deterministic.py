@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import samestep as ss
 from samestep.step.deterministic import KERNELS
+from tests.gpu.test_lane_graph import verified
 from tests.jobs import fingerprint
+from tests.step.test_deterministic import CASES, compare_on
 
 
 class Segmenter(nn.Module):
@@ -38,10 +41,10 @@ def loss(model, batch):
     return F.cross_entropy(logits, masks) + ctc
 
 
-def trained(devices):
-    """Return a hash of the trained model, and which kernels were called in the run and after it."""
+def samples():
+    """Return images, masks and letters."""
     generator = torch.Generator().manual_seed(3)
-    samples = [
+    return [
         (
             torch.randn(1, 9, 10, generator=generator),
             torch.randint(3, (9, 10), generator=generator),
@@ -49,6 +52,21 @@ def trained(devices):
         )
         for _ in range(12)
     ]
+
+
+@contextmanager
+def without_cudnn_ctc():
+    """Answer for libraries of GPUs, which simulated ones do not have."""
+    library = torch.library.Library("aten", "IMPL")
+    libraries = ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
+    for name in [name + overload for name in libraries for overload in ("", ".Tensor")]:
+        with suppress(RuntimeError):  # of another version of torch
+            library.impl(name, lambda *_: False, "CUDA")
+    yield
+
+
+def trained(devices):
+    """Return a hash of the trained model, and which kernels were called in the run and after it."""
     called = set()
 
     def noted(name, kernel):
@@ -58,20 +76,16 @@ def trained(devices):
 
         return call
 
-    libraries = torch.library.Library("aten", "IMPL")  # of GPUs: simulated ones have none
-    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"):
-        with suppress(RuntimeError):  # of another version of torch
-            libraries.impl(name, lambda *_: False, "CUDA")
     own_kernels = dict(KERNELS)
     KERNELS.update({name: noted(name, kernel) for name, kernel in own_kernels.items()})
     try:
-        with ss.init(lanes=4, timeout=60, devices=devices) as run:
+        with without_cudnn_ctc(), ss.init(lanes=4, timeout=60, devices=devices) as run:
             assert run.device.type == "cuda"
             torch.manual_seed(0)
             model = run.replicate(Segmenter())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             run.track(model=model, optimizer=optimizer)
-            for batch in run.batches(samples, 8, steps=3):
+            for batch in run.batches(samples(), 8, steps=3):
                 run.backward(loss, model, batch)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -93,3 +107,101 @@ def test_segmentation_and_ctc_have_the_same_bits(gpus):
     assert not after
     assert gpus.call(trained, 2)[0] == expected
     assert [result[0] for result in gpus.workers(2, trained, 1)] == [expected] * 2
+
+
+class Pools(nn.Module):
+    """A classifier with adaptive pooling to 7, and to a maximum of 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3)
+        self.head = nn.Linear(6 * 16, 3)
+
+    def forward(self, images):
+        features = F.adaptive_avg_pool2d(self.first(images).relu(), 7)
+        return self.head(F.adaptive_max_pool2d(self.second(features), 4).flatten(1))
+
+
+class Masks(nn.Module):
+    """A network for segmentation."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(1, 6, 3, stride=2, padding=1), nn.Conv2d(6, 3, 1)
+
+    def forward(self, images):
+        features = self.down(images).relu()
+        return F.interpolate(self.up(features), images.shape[2:], mode="bilinear")
+
+
+class Speech(nn.Module):
+    """A network whose steps of time are the rows of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.letters = nn.Conv1d(10, 8, 3, padding=1), nn.Linear(8, 6)
+
+    def forward(self, images):
+        steps = self.steps(images.flatten(1, 2).mT).relu()  # [batch, 8, steps]
+        return self.letters(steps.permute(2, 0, 1)).log_softmax(-1)
+
+
+def loss_of_class(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1].flatten(1).sum(1) % 3)
+
+
+def loss_of_masks(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def loss_of_letters(model, batch):
+    images, _, letters = batch
+    lengths = [[number] * len(images) for number in (images.shape[2], letters.shape[1])]
+    return F.ctc_loss(model(images), letters, *lengths)
+
+
+VERIFIED_LOSSES = {Masks: loss_of_masks, Speech: loss_of_letters, Pools: loss_of_class}
+VERIFIED = """
+import torch
+import samestep as ss
+from tests.gpu import test_deterministic as jobs
+
+with jobs.without_cudnn_ctc(), ss.init(lanes=4, device="{device}") as run:
+    torch.manual_seed(0)
+    model = run.replicate(jobs.{model}())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for batch in run.batches(jobs.samples(), 8, steps=3):
+        run.log(run.backward(jobs.{loss}, model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def verified_script(model, device):
+    """Return a script that trains a model of this file."""
+    loss = VERIFIED_LOSSES[model].__name__
+    return VERIFIED.format(model=model.__name__, loss=loss, device=device)
+
+
+@pytest.mark.parametrize("model", VERIFIED_LOSSES)
+def test_verify_finds_the_same_bits(model, gpus, tmp_path):
+    assert gpus.call(verified, tmp_path, verified_script(model, "cuda"), "1,2") == 0
+    assert "the same at every step: n=1, n=2" in gpus.printed
+
+
+def compared():
+    """Return the cases whose results on a device are not those of CPUs, with the reason."""
+    torch.use_deterministic_algorithms(mode=True)
+    failures = {}
+    with without_cudnn_ctc():
+        for case in CASES:
+            try:
+                compare_on("cuda", case)
+            except (AssertionError, RuntimeError) as error:
+                failures[case] = str(error)
+    return failures
+
+
+def test_kernels_compute_on_devices_what_cpus_compute(gpus):
+    assert gpus.call(compared) == {}

@@ -450,13 +450,13 @@ with ss.init(lanes=2, graphs="auto") as run:
 """
 
 
-def verified(folder):
+def verified(folder, text=SCRIPT, sizes="1"):
     """Return the exit status of `samestep verify` on devices, and the number of replays."""
     from samestep import cli
     from samestep.tools import ISOLATED, OUTPUT, trace
 
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
 
     @contextmanager
     def started(command, workers, directory, flags, environment):
@@ -472,7 +472,7 @@ def verified(folder):
         yield types.SimpleNamespace(wait=lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     trace.started = started
-    return cli.main(["verify", "-n", "1", str(script)])
+    return cli.main(["verify", "-n", sizes, str(script)])
 
 
 def test_verify_compares_graphs_with_eager_lanes(gpus, tmp_path):

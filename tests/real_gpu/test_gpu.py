@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep as ss
-from samestep.step.deterministic import KERNELS, replaced_kernels
+from tests.gpu.test_deterministic import VERIFIED_LOSSES, verified_script
 from tests.jobs import classify, images
-from tests.step.test_deterministic import CASES, results
+from tests.step.test_deterministic import CASES, compare_on
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -162,20 +162,15 @@ def deterministic():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("deterministic")
 def test_replaced_operations_agree_with_cpus_and_repeat_their_bits(case, device):
-    _, function, inputs = CASES[case]
-    expected = results(function, inputs)
-    inputs = [value.to(device) for value in inputs]
-    with torch.device(device), replaced_kernels(device.upper()):
-        values, again = results(function, inputs), results(function, inputs)
-    for value, same, reference in zip(values, again, expected, strict=True):
-        torch.testing.assert_close(value.cpu(), reference, equal_nan=True)
-        assert value.equal(same) or bool(value.isnan().any())
+    compare_on(device, case)
 
 
-def test_every_replaced_operation_is_tested():
-    assert {kernel for kernels, *_ in CASES.values() for kernel in kernels} >= {
-        name for name in KERNELS if not name.endswith(".Tensor")
-    }
+@pytest.mark.parametrize("model", VERIFIED_LOSSES)
+def test_models_with_replaced_operations_take_the_same_steps(model, device, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(verified_script(model, device))
+    output = samestep("verify", "-n", "1,2", script, directory=tmp_path)
+    assert "the same at every step" in output
 
 
 def trained(graphs, device):

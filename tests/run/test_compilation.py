@@ -21,8 +21,9 @@ def said(monkeypatch):
     report = compilation._report
 
     def reporting(main):
-        report(main)
+        has_reported = report(main)
         reported.set()
+        return has_reported
 
     monkeypatch.setattr(compilation, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(compilation, "announce", lines.append)
@@ -44,6 +45,24 @@ def test_a_slow_compilation_is_announced_with_the_line_that_caused_it(said):
         if "# the line" in text
     )
     assert line.endswith(f"has been compiling for {__file__}:{number}")
+
+
+def test_a_compilation_that_begins_late_is_announced_once(said, monkeypatch):
+    lines, reported = said
+    announced, names = threading.Event(), {}
+
+    def announce(line):
+        lines.append(line)
+        announced.set()
+
+    monkeypatch.setattr(compilation, "announce", announce)
+    triton = "/packages/triton/runtime/autotuner.py"  # measures which configuration is fastest
+    exec(compile(COMPILE, triton, "exec"), names)
+    with reported_compilation():
+        assert reported.wait(60)  # nothing compiles yet
+        assert not lines
+        names["compile_model"](announced.wait)
+    assert len(lines) == 1
 
 
 def test_a_slow_step_that_compiles_nothing_is_not_announced(said):

@@ -32,20 +32,24 @@ def reported_compilation() -> Iterator[None]:
 
 
 def _watch(main: int, ended: threading.Event) -> None:
-    if not ended.wait(WAIT_SECONDS):
-        _report(main)
+    # also if it begins later: backward after a long forward, or Triton after torch
+    while not ended.wait(WAIT_SECONDS):
+        if _report(main):
+            return
 
 
-def _report(main: int) -> None:
+def _report(main: int) -> bool:
+    """Announce what compiles now; return whether anything does."""
     frames = sys._current_frames()  # noqa: SLF001 (the only way to see another thread's frames)
     stacks = {thread: traceback.extract_stack(frame) for thread, frame in frames.items()}
     # autograd computes backward passes of GPUs in threads of its own
     compiling = next(filter(_compiles, [stacks[main], *stacks.values()]), None)
     if compiling is None:
-        return
+        return False
     callers = [*filter(is_callers, compiling)] or [*filter(is_callers, stacks[main])]
     where = f" for {callers[-1].filename}:{callers[-1].lineno}" if callers else ""
     announce(f"the first step waits for torch, which has been compiling{where}")
+    return True
 
 
 def _compiles(stack: Sequence[traceback.FrameSummary]) -> bool:

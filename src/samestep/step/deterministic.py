@@ -29,7 +29,7 @@ from torch.library import Library
 aten: Any = torch.ops.aten
 Line = Callable[..., Tensor]  # of a dimension: [inputs, length] -> [inputs, output length]
 ZEROS, REFLECTION = 0, 2  # paddings of grid_sample; 1 is that of the border
-NEAREST, BICUBIC = 1, 2  # its modes; 0 is linear
+LINEAR, NEAREST, BICUBIC = 0, 1, 2  # its modes
 NO_REDUCTION, MEAN = 0, 1
 CUBIC: Final = -0.75  # torch's parameter of bicubic interpolation
 
@@ -202,8 +202,10 @@ def _max_pool_backward(
 ) -> Tensor:
     """Add each output's gradient to the input that `arguments[-1]` names within its plane."""
     size = math.prod(inputs.shape[-dimensions:])
-    planes = inputs.numel() // size
-    indices = arguments[-1].reshape(planes, -1)
+    planes = math.prod(inputs.shape[:-dimensions])  # 0 in an empty batch
+    indices = (
+        arguments[-1].flatten(-dimensions).reshape(planes, math.prod(gradient.shape[-dimensions:]))
+    )
     starts = torch.arange(planes, device=indices.device)[:, None] * size
     result = _added_up(planes * size, indices + starts, gradient)
     memory_format = _memory_format(inputs)
@@ -241,7 +243,7 @@ def _grid_sampler_backward(
         for i, size in enumerate(sizes)
     ]
     samples = torch.arange(batch, device=grid.device)[:, None] * pixels
-    grid_gradient = torch.zeros_like(coordinates)
+    slopes_added = [torch.zeros_like(coordinates[..., 0]) for _ in sizes]  # [batch, outputs] each
     positions, sources = [], []
     for corner in product(*taps):
         position, inside = samples, torch.ones((), dtype=torch.bool, device=grid.device)
@@ -255,10 +257,11 @@ def _grid_sampler_backward(
             positions.append(position)
             sources.append(rows * weight[..., None])
         if output_mask[1] and mode != NEAREST:
-            values = (flat_inputs[position] * rows).sum(-1) * inside  # [batch, outputs]
+            products = (flat_inputs[position] * rows).sum(-1)  # [batch, outputs]
+            values = torch.where(inside, products, 0)  # even if what is clamped to is not finite
             for i in range(len(sizes)):
                 slopes = [tap.slope if j == i else tap.weight for j, tap in enumerate(corner)]
-                grid_gradient[..., -1 - i] += values * math.prod(slopes)
+                slopes_added[i] += values * math.prod(slopes)
     input_gradient = None
     if output_mask[0]:
         flat = torch.zeros_like(flat_inputs)
@@ -269,7 +272,18 @@ def _grid_sampler_backward(
         input_gradient = input_gradient.to(inputs.dtype).contiguous()
     if not output_mask[1]:
         return input_gradient, None
+    grid_gradient = torch.stack(slopes_added[::-1], -1)  # the last size first
     return input_gradient, grid_gradient.view(grid.shape).to(grid.dtype)
+
+
+def _cudnn_grid_sampler_backward(
+    inputs: Tensor, grid: Tensor, gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return both gradients of the images that torch samples with cuDNN, which adds atomically.
+
+    torch refuses it since 2.13; older versions do not notice it.
+    """
+    return _grid_sampler_backward(gradient, inputs, grid, LINEAR, ZEROS, True, (True, True))
 
 
 def _grid_taps(
@@ -382,7 +396,7 @@ def _ctc_loss_backward(  # noqa: PLR0917
     states = torch.as_tensor(target_lengths, device=where)[:, None] * 2 + 1
     labels = _ctc_labels(targets, states, log_alpha.shape[2], blank)  # [batch, states]
     label_probs = log_probs.gather(2, labels.expand(steps, -1, -1))  # [steps, batch, states]
-    impossible = torch.full_like(label_probs[:, :, :2], -math.inf)[0]  # [batch, 2]
+    impossible = label_probs.new_full((batch, 2), -math.inf)
     state = torch.arange(labels.shape[1], device=where)
     ends = (state == states - 1) | (state == states - 2)
     last = torch.where(ends, 0.0, -math.inf).to(label_probs.dtype)
@@ -409,9 +423,9 @@ def _ctc_loss_backward(  # noqa: PLR0917
     starts = torch.arange(steps * batch, device=where).view(steps, batch, 1) * classes
     per_class = _added_up(steps * batch * classes, labels + starts, occupied).view(log_probs.shape)
     result = (log_probs.exp() - per_class) * gradient[:, None]
+    # no path of that length has the target: torch's gradient is NaN, too
+    result = torch.where(nll == math.inf, 0 if zero_infinity else math.nan, result)
     in_range = torch.arange(steps, device=where)[:, None, None] < inputs
-    if zero_infinity:
-        in_range = in_range & (nll != math.inf)
     return torch.where(in_range, result, 0)
 
 
@@ -429,18 +443,19 @@ def _ctc_labels(targets: Tensor, states: Tensor, width: int, blank: int) -> Tens
     return labels
 
 
-# Counts and medians -------------------------------------------------------------------------
+# Counts and order statistics ----------------------------------------------------------------
 
 
 def _bincount(inputs: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     if minlength < 0:
         raise RuntimeError(f"minlength must be at least 0, got {minlength}")
-    if inputs.ndim != 1 or (inputs.numel() and int(inputs.min()) < 0):
+    is_integer = not (inputs.is_floating_point() or inputs.is_complex())
+    if inputs.ndim != 1 or not is_integer or (inputs.numel() and int(inputs.min()) < 0):
         raise RuntimeError("bincount needs one dimension of integers that are at least 0")
     if weights is not None and weights.shape != inputs.shape:
         raise RuntimeError(f"weights must have the shape {list(inputs.shape)} of the input")
     size = max(minlength, int(inputs.max()) + 1) if inputs.numel() else minlength
-    if weights is None:
+    if weights is None or not inputs.numel():  # as torch does
         values = torch.ones_like(inputs, dtype=torch.int64)
     else:
         values = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
@@ -459,7 +474,11 @@ def _histc(inputs: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> T
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise RuntimeError(f"the range of a histogram must be finite and increase: {low}, {high}")
     inside = inputs[(inputs >= low) & (inputs <= high)]
-    numbers = ((inside - low) * bins / (high - low)).long().clamp(max=bins - 1)
+    # products overflow in narrow integers
+    precise = _accumulation_dtype(inputs) if inputs.is_floating_point() else torch.int64
+    inside = inside.to(precise)
+    numbers = torch.div((inside - low) * bins, high - low, rounding_mode="trunc")
+    numbers = numbers.long().clamp(max=bins - 1)
     return _added_up(bins, numbers, torch.ones_like(numbers)).to(inputs.dtype)
 
 
@@ -481,6 +500,53 @@ def _median(
         middle = torch.where(numbers < inputs.shape[dim], numbers, middle)
     results = values.gather(dim, middle), indices.gather(dim, middle)
     return results if keepdim else (results[0].squeeze(dim), results[1].squeeze(dim))
+
+
+def _kthvalue(
+    inputs: Tensor,
+    k: int,
+    dim: int = -1,
+    keepdim: bool = False,  # noqa: FBT002
+) -> tuple[Tensor, Tensor]:
+    """Return the k-th smallest value and the first index that has it."""
+    length = inputs.shape[dim] if inputs.ndim else 1
+    if not 1 <= k <= length:
+        raise RuntimeError(f"k must be from 1 to {length}, the length of the dimension, got {k}")
+    if inputs.ndim == 0:
+        return inputs.clone(), torch.zeros_like(inputs, dtype=torch.int64)
+    values, indices = inputs.sort(dim=dim, stable=True)
+    # equal values are in the order of their indices; one NaN counts as another
+    kth = values.narrow(dim, k - 1, 1)
+    equals = (values == kth) | (values.isnan() & kth.isnan())
+    first = equals.to(torch.uint8).argmax(dim, keepdim=True)
+    results = kth.clone(), indices.gather(dim, first)
+    return results if keepdim else (results[0].squeeze(dim), results[1].squeeze(dim))
+
+
+# Scans --------------------------------------------------------------------------------------
+
+
+def _scanned(
+    inputs: Tensor, dim: int, *, dtype: torch.dtype | None = None, operation: str
+) -> Tensor:
+    """Return cumulated values. torch's kernel for a single row adds in an order that varies.
+
+    That for several rows does not, so a single one is doubled.
+    """
+    values = inputs if dtype is None else inputs.to(dtype)
+    if (
+        dtype is None
+        and operation == "cumprod"
+        and not (values.is_floating_point() or values.is_complex())
+    ):
+        values = values.long()
+    results = torch.empty_like(values, memory_format=torch.contiguous_format)
+    cumulate: Callable[..., Tensor] = getattr(aten, operation).out
+    if values.ndim == 0 or values.numel() != values.shape[dim]:
+        return cumulate(values, dim, out=results)
+    rows = torch.stack((values.flatten(), values.flatten()))
+    cumulated = cumulate(rows, 1, out=torch.empty_like(rows))
+    return cumulated[0].view(values.shape)
 
 
 # Shared -------------------------------------------------------------------------------------
@@ -520,6 +586,11 @@ REFUSED: Final = {
     "roi_pool": "torchvision.ops.roi_align",
     "ps_roi": "torchvision.ops.roi_align",
     "deform_conv2d": "torch.nn.functional.grid_sample with a convolution",
+    "compute_grad_input": "torch.nn.functional.grid_sample with a convolution",  # of deform_conv2d
+    "quantized_resize": "a new tensor",
+    "median": "torch.median without out=",
+    "histc": "torch.histc without out=",
+    "bincount": "torch.bincount without out=",
 }
 
 KERNELS: Final[dict[str, Callable[..., Any]]] = {
@@ -545,8 +616,12 @@ KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "reflection_pad3d_backward": _reflection_pad_backward,
     "grid_sampler_2d_backward": _grid_sampler_backward,
     "grid_sampler_3d_backward": _grid_sampler_backward,
+    "cudnn_grid_sampler_backward": _cudnn_grid_sampler_backward,
     "bincount": _bincount,
     "histc": _histc,
     "median.dim": partial(_median, skips_nan=False),
     "nanmedian.dim": partial(_median, skips_nan=True),
+    "kthvalue": _kthvalue,
+    "cumprod": partial(_scanned, operation="cumprod"),
+    "_logcumsumexp": partial(_scanned, operation="_logcumsumexp"),
 }

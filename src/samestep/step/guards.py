@@ -49,7 +49,7 @@ from samestep.torch_internals import (
 )
 from samestep.user_code import is_callers
 
-REFUSED_BY_TORCH: Final = re.compile(r"(\w+) does not have a deterministic implementation")
+REFUSED_BY_TORCH: Final = re.compile(r"([\w ]+) does not have a deterministic implementation")
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
