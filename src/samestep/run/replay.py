@@ -32,7 +32,8 @@ from samestep.data.random_state import key, keyed
 from samestep.record.events import to_json
 from samestep.step.gradients import Gradients
 from samestep.step.lane_engine import LaneEngine, StepResult
-from samestep.step.lane_pass import LanePass, split_loss
+from samestep.step.lane_pass import LanePass
+from samestep.step.lane_results import split_loss
 from samestep.step.shard import Shard
 from samestep.storage import write_atomically
 
