@@ -222,7 +222,7 @@ class WholeBatchPass(LanePass):
                     else:
                         returned = self.loss.fn(self.loss.model, embeddings)
                     loss, metrics = split_loss(returned, None)
-                if has_lane_0 and has_compiled_graphs(context.devices) and is_compiled(loss):
+                if has_compiled_graphs(context.devices) and is_compiled(loss):
                     raise LossError(GRAPHS_OF_LOSS)
                 input_gradients = (  # [items, ...] each, None if the loss does not use it
                     torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)
