@@ -80,6 +80,16 @@ PROOFS = [
         ["--compiled", "default"],
     ),
     Proof(
+        "killed and resumed, lanes=4, CUDA graphs, and eager",
+        [*KILLED, "--lanes", "4", "--steps", "6"],  # the fourth one captures
+        ["--graph"],
+    ),
+    Proof(
+        "killed and resumed, lanes=2, CUDA graphs of torch.compile",
+        [*KILLED, "--lanes", "2", "--steps", "6"],  # the third lane is the first that is replayed
+        ["--compiled", "reduce-overhead"],
+    ),
+    Proof(
         "one and two workers with a GPU each, one worker with two, 4 lanes",
         ["-n", "1,2,1x2", "--lanes", "4"],
         gpus=2,
@@ -126,6 +136,14 @@ EAGER = [
         for lanes in (1, 4, 8)
         for value, words in (("true", ""), ("false", ", deterministic=False"))
     ),
+    *(
+        Contender(
+            f"samestep, {lanes} lane{'s' * (lanes > 1)}, CUDA graphs",
+            options=["--lanes", str(lanes)],
+            flags=["--graph"],
+        )
+        for lanes in (1, 4, 8)
+    ),
 ]
 COMPILED = [
     *(
@@ -144,6 +162,14 @@ COMPILED = [
         flags=["--compiled", "default"],
     ),
 ]
+COMPILED.append(
+    Contender(
+        "samestep, 4 lanes, its CUDA graphs",
+        options=["--lanes", "4"],
+        flags=["--compiled", "reduce-overhead"],
+    )
+)
+FEW = ("samestep, 4 lanes", "samestep, 4 lanes, CUDA graphs")  # beside plain PyTorch
 # of ViT-S/16: bound by the GPU, and by launches on most hosts
 LARGEST_BATCHES = (512, 128)
 OPTIONAL = {"gpu_accelerate": "accelerate", "gpu_fabric": "lightning"}
@@ -224,7 +250,7 @@ def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speed
         for contender in EAGER + COMPILED
         if contender.module not in OPTIONAL or find_spec(OPTIONAL[contender.module])
     ]
-    few = [peer for peer in peers if peer.title in {PLAIN.title, "samestep, 4 lanes"}]
+    few = [peer for peer in peers if peer.title in {PLAIN.title, *FEW}]
     timed = ["--seconds", "0.2"] if quick else ["--seconds", "1.5", "--loader-workers", "8"]
     model = "tiny" if quick else "ViT-S/16"
     flags = ["--model", model, "--device", device, "--precision", "bfloat16", *timed]

@@ -34,8 +34,8 @@ class Job:
     """The model and the seconds to train.
 
     `compiled` is a mode of torch.compile, or "no". `accumulate` is the number of parts of a batch
-    whose gradients a plain loop adds up; with `graph` it replays each as a CUDA graph. Without
-    samestep, `deterministic` sets what samestep's option of that name sets.
+    whose gradients a plain loop adds up; with `graph` it replays each as a CUDA graph, and samestep
+    each lane. Without samestep, `deterministic` sets what samestep's option of that name sets.
     """
 
     model: str

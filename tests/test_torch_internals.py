@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from samestep import torch_internals as internals
 from tests.ports import free_port
@@ -301,6 +303,28 @@ assert loaded == {name for name in sys.modules if name.startswith("torch._dynamo
 print(len(loaded))
 """
     assert int(subprocess.check_output([sys.executable, "-c", program])) > 1
+
+
+def test_graphs_of_the_compiler_are_noticed(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    trees = importlib.import_module("torch._inductor.cudagraph_trees")
+    assert not internals.has_compiled_graphs([gpu, torch.device("cpu")])
+    container = trees.get_container(0)  # whose manager needs a GPU
+    monkeypatch.setattr(container, "tree_manager", object())
+    assert internals.has_compiled_graphs([gpu])
+    assert not internals.has_compiled_graphs([torch.device("cuda", 1), torch.device("cpu")])
+    before = trees.MarkStepBox.mark_step_counter
+    torch.compiler.cudagraph_mark_step_begin()
+    assert trees.MarkStepBox.mark_step_counter == before - 1
+    trees.MarkStepBox.mark_step_counter = before
+
+
+def test_compiled_code_is_noticed(monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # of torch's bar, whose thread would stay
+    layer = nn.Linear(2, 2)
+    compiled = torch.compile(layer, backend="aot_eager")
+    assert internals.is_compiled(compiled(torch.ones(1, 2)).mul(2).sum())
+    assert not internals.is_compiled(layer(torch.ones(1, 2)).sum())
 
 
 def test_groups_at_the_master_s_port_use_another_store(monkeypatch):

@@ -26,17 +26,9 @@ from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Means, Metric, as_metric, merged_values, unique
 from samestep.step.guards import check_divisors
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import (
-    Count,
-    LaneResult,
-    LossFn,
-    counted,
-    has_entries,
-    is_empty,
-    read_together,
-    sum_of_entries,
-)
-from samestep.torch_internals import noted_mean_cross_entropies
+from samestep.step.lane_pass import Count, LaneResult, LossFn, counted
+from samestep.step.lane_results import has_entries, is_empty, read_together, sum_of_entries
+from samestep.torch_internals import begin_compiled_graphs, noted_mean_cross_entropies
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
@@ -234,6 +226,7 @@ class Evaluation:
                     for metric in self._torchmetrics.values():
                         metric.to(replica.device)
                 block_key = key(seed, "evaluate", number)
+                begin_compiled_graphs(lanes.devices)
                 with replicas.on(replica), keyed(block_key), lanes.autocast():
                     returned = fn(model, batch)
                 yield block, returned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -35,6 +35,7 @@ COLLECTIVES: Final = {
     "torch.distributed._functional_collectives": ("_resolve_group", "_resolve_group_name"),
 }
 CROSS_ENTROPIES: Final = ("cross_entropy_loss", "nll_loss_nd")
+GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
 NODES: Final = 8  # of a loss's graph that are searched for a cross-entropy
 
 # Attributes of every module, such as its hooks, without its buffers, which user code may add to.
@@ -326,6 +327,45 @@ def recover_from_capture(device: torch.device, pool: Any) -> None:
     generator = torch.cuda.default_generators[device.index]
     with suppress(RuntimeError):
         generator.graphsafe_set_state(generator.clone_state())
+
+
+def has_compiled_graphs(devices: Iterable[torch.device]) -> bool:
+    """Return whether torch.compile has made CUDA graphs on a device, as with "reduce-overhead".
+
+    Only the module that makes them knows; it is imported when there are any.
+    """
+    trees: Any = sys.modules.get(GRAPH_TREES)
+    if trees is None:
+        return False
+    with suppress(AssertionError):  # before torch 2.13, in threads that have compiled nothing
+        return any(
+            trees.get_container(device.index).tree_manager is not None
+            for device in devices
+            if device.type == "cuda"
+        )
+    return False
+
+
+def begin_compiled_graphs(devices: Iterable[torch.device]) -> None:
+    """Let CUDA graphs of torch.compile write to the memory of earlier lanes and blocks, if any.
+
+    Otherwise each lane may get graphs and memory of its own: torch sees no step end.
+    """
+    if GRAPH_TREES in sys.modules and has_compiled_graphs(devices):
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def is_compiled(result: Tensor) -> bool:
+    """Return whether code of torch.compile, whose backward pass is one node, led to a result."""
+    nodes: list[Any] = [result.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return True
+        new = {before for before, _ in getattr(node, "next_functions", ())} - {*seen, None}
+        seen |= new
+        nodes += new
+    return False
 
 
 def preload_compiler() -> None:

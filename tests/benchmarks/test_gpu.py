@@ -33,7 +33,11 @@ def test_proofs_and_speeds_are_inserted_into_a_file(place, monkeypatch, capsys):
     speeds = re.findall(
         r"^\| ([a-z].*?) \| (\d+) \((\d+) to (\d+)\) \| ", results, re.MULTILINE | re.IGNORECASE
     )
-    assert [name for name, *_ in speeds] == ["plain PyTorch", "samestep, 4 lanes"]
+    assert [name for name, *_ in speeds] == [
+        "plain PyTorch",
+        "samestep, 4 lanes",
+        "samestep, 4 lanes, CUDA graphs",
+    ]
     assert all(int(value) > 0 for _, *values in speeds for value in values)
 
 

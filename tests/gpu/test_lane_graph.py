@@ -15,13 +15,13 @@ from torch import nn
 
 import samestep as ss
 from samestep.step.graph_choice import NOTES, REFUSALS
-from tests.gpu import test_float16
+from tests.gpu import test_compiled, test_float16
 from tests.gpu.simulated import VISIBLE
 from tests.gpu.test_same_bits import contrast, moved
 from tests.jobs import Net, classify, fingerprint, images
 
 settings = types.ModuleType("settings")  # whose numbers no search sees
-settings.weight = 0.5
+settings.kl_weight = 0.5
 STEPS = 7  # the fourth one captures, the sixth one is the first to use a graph's results
 
 
@@ -117,14 +117,16 @@ def test_graphs_have_the_bits_of_eager_lanes(options, gpus):
     assert result == expected
 
 
-def weighted(model, batch):
-    """Return a loss with a weight that no search sees: an attribute of a module of Python."""
-    loss, metrics = classify(model, batch)
-    return loss * settings.weight, metrics
+def with_kl(model, batch):
+    """Return a loss whose KL term has a weight that no search sees: that of a module of Python."""
+    logits = model(batch[0])
+    divergence = -logits.log_softmax(1).mean()  # from the uniform distribution, plus a constant
+    loss = nn.functional.cross_entropy(logits, batch[1]) + settings.kl_weight * divergence
+    return loss, {"kl": divergence}
 
 
 def raise_weight(step, first=0):
-    settings.weight = 0.5 + max(0, step - first)
+    settings.kl_weight = 0.5 + max(0, step - first)
 
 
 class Loss:
@@ -182,6 +184,12 @@ def refuse_capture(step):
         graphs.refusals.append(AcceleratorError("operation not permitted when capturing"))
 
 
+def make_compiled_graphs(step):
+    """Let torch.compile have graphs of its own on the device."""
+    if step == 0:
+        test_compiled.pretend()
+
+
 class Record:
     """A batch of a class that a graph does not know."""
 
@@ -225,7 +233,8 @@ FALLBACKS = [
     ),
     ("wait", {"loss_fn": synchronizing}, "test_lane_graph.py:"),
     ("capture", {"before": refuse_capture}, "failed: AcceleratorError: operation not permitted"),
-    ("bits", {"loss_fn": weighted, "before": raise_weight}, "step 4, lane 0 has other bits"),
+    ("compiled", {"before": make_compiled_graphs}, "torch.compile makes CUDA graphs of its own"),
+    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 0 has other bits"),
 ]
 
 
@@ -235,7 +244,7 @@ def test_lane_that_a_graph_would_not_repeat_is_eager(reason, options, line, gpus
     assert gpus.printed.count("lanes are computed eagerly, not as CUDA graphs") == 1
     assert line in gpus.printed
     assert replays == (2 if reason == "bits" else 0)
-    if reason in {"bits", "value", "function", "capture"}:
+    if reason in {"bits", "value", "function", "capture", "compiled"}:
         assert result == gpus.call(trained, "off", **options)[0]
 
 
@@ -246,7 +255,7 @@ def test_each_reason_is_tested():
 def test_graphs_on_makes_a_fallback_an_error(gpus):
     result, _ = gpus.call(trained, "on", reading)
     assert result.startswith('graphs="on", but lanes cannot be computed as CUDA graphs: a lane')
-    result, _ = gpus.call(trained, "on", weighted, before=raise_weight)
+    result, _ = gpus.call(trained, "on", with_kl, before=raise_weight)
     assert (
         "at step 4, lane 0 has other bits as a CUDA graph than eagerly, first in the loss" in result
     )
@@ -254,14 +263,15 @@ def test_graphs_on_makes_a_fallback_an_error(gpus):
 
 
 @pytest.mark.parametrize("graphs", ["auto", pytest.param("on", marks=pytest.mark.long)])
-def test_weight_that_grows_after_the_first_steps_is_an_error(graphs, gpus):
+def test_kl_weight_that_grows_after_the_first_steps_is_an_error(graphs, gpus):
     grow = partial(raise_weight, first=10)
-    result, replays = gpus.call(trained, graphs, weighted, before=grow, steps=40)
+    result, replays = gpus.call(trained, graphs, with_kl, before=grow, steps=40)
     # the step is the 16th of the graph, which the fourth step captured
     assert result.startswith(
         "at step 18, lane 0 has other bits as a CUDA graph than eagerly, first"
     )
     assert "in the loss" in result
+    assert "weight.fill_(x)" in result
     assert replays > 20
 
 
@@ -444,14 +454,20 @@ with ss.init(lanes=2, graphs="auto") as run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
     for batch in run.batches(jobs.images(64), 8, steps=5):
-        run.log(run.backward(jobs.classify, model, batch))
+        jobs.raise_weight(run.step, first=FIRST)
+        run.log(run.backward(jobs.with_kl, model, batch))
         optimizer.step()
         optimizer.zero_grad()
 """
 
 
-def verified(folder, text=SCRIPT, sizes="1"):
-    """Return the exit status of `samestep verify` on devices, and the number of replays."""
+def script_whose_weight_grows(first):
+    """Return a script whose KL weight grows from a step on."""
+    return SCRIPT.replace("FIRST", str(first))
+
+
+def verified(folder, text, *flags):
+    """Return the exit status of `samestep verify` of a script on devices."""
     from samestep import cli
     from samestep.tools import ISOLATED, OUTPUT, trace
 
@@ -472,9 +488,19 @@ def verified(folder, text=SCRIPT, sizes="1"):
         yield types.SimpleNamespace(wait=lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     trace.started = started
-    return cli.main(["verify", "-n", sizes, str(script)])
+    return cli.main(["verify", *flags, str(script)])
 
 
 def test_verify_compares_graphs_with_eager_lanes(gpus, tmp_path):
-    assert gpus.call(verified, tmp_path) == 0
+    assert gpus.call(verified, tmp_path, script_whose_weight_grows(STEPS), "-n", "1") == 0
     assert "the same at every step: n=1, n=1, graphs=off" in gpus.printed
+    assert "no lane was a CUDA graph" not in gpus.printed
+    script = script_whose_weight_grows(3)
+    assert gpus.call(verified, tmp_path, script, "-n", "1") != 0  # the fourth step captures
+    assert "at step 4, lane 0 has other bits as a CUDA graph than eagerly" in gpus.printed
+
+
+def test_verify_says_that_it_is_too_short_for_graphs(gpus, tmp_path):
+    script = script_whose_weight_grows(STEPS)
+    assert gpus.call(verified, tmp_path, script, "-n", "1", "--steps", "3") == 0
+    assert "Note: no lane was a CUDA graph: they are captured in the fourth step" in gpus.printed

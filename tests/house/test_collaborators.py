@@ -57,7 +57,6 @@ REMAINING = {
     "run/loops.py at.plan",
     "step/gradients.py placeholder.cleared",
     "step/gradients.py placeholder.number",
-    "step/lane_engine.py overlap.used_at",
     "step/overlap.py self._world.is_exchanging",
     "step/shard.py buffer.is_in_step",
 }

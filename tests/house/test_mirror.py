@@ -47,6 +47,7 @@ ELSEWHERE = {
     "step/graph_choice.py": "gpu/test_lane_graph.py",
     "step/lane_graph.py": "gpu/test_lane_graph.py",
     "step/lane_pass.py": "step/test_lane_engine.py",
+    "step/lane_results.py": "step/test_lane_engine.py",
     "step/metric_guard.py": "step/test_guards.py",
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/scale/report.py": "tools/scale/test_study.py",

@@ -173,12 +173,17 @@ def test_models_with_replaced_operations_take_the_same_steps(model, device, tmp_
     assert "the same at every step" in output
 
 
-def trained(graphs, device):
-    """Train with four lanes; return the parameters and buffers, and the losses."""
+def trained(graphs, device, mode=None):
+    """Train with four lanes; return the parameters and buffers, and the losses.
+
+    With a `mode`, the model is compiled.
+    """
     with ss.init(lanes=4, device=device, graphs=graphs, timeout=60) as run:
         torch.manual_seed(0)
         layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten()]
         model = run.replicate(nn.Sequential(*layers, nn.Linear(288, 10)))
+        if mode is not None:
+            model.compile(mode=mode)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         losses = []
         for batch in run.batches(images(64), 16, steps=20):
@@ -194,6 +199,14 @@ def test_lanes_as_graphs_have_the_bits_of_eager_lanes(device):
     # "on" is an error if lanes are eager
     for graphed, eager in zip(trained("on", device), trained("off", device), strict=True):
         assert torch.equal(graphed, eager)
+
+
+def test_compiled_lanes_with_graphs_have_the_bits_of_those_without(device):
+    if device == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    with_graphs, without = (trained("off", device, mode) for mode in ("reduce-overhead", "default"))
+    for graphed, compiled in zip(with_graphs, without, strict=True):
+        assert torch.equal(graphed, compiled)
 
 
 @pytest.mark.parametrize("job", ["vision", "text"])

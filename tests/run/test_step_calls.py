@@ -59,5 +59,9 @@ def test_a_lane_makes_few_calls(inline):
     assert 50 < per_lane < 140
 
 
+def test_a_step_of_one_lane_makes_few_calls():
+    assert 200 < calls_of_a_step(1) < 350
+
+
 def test_a_loop_over_lanes_makes_few_more_calls_than_backward():
     assert calls_of_a_step(4, inline=True) < 1.15 * calls_of_a_step(4)

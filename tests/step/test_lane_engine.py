@@ -16,10 +16,11 @@ from samestep.comm.channel import Channel
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
-from samestep.step import across_hosts, exchange, lane_engine, overlap
+from samestep.step import across_hosts, exchange, overlap
 from samestep.step.flat_buffer import SCALAR_STATE, ArrivingBuffer
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import LossSpec, split_loss
+from samestep.step.lane_pass import LossSpec
+from samestep.step.lane_results import split_loss
 from samestep.step.layout import Layout
 from samestep.step.replicas import replicate
 from samestep.step.shard import Shard
@@ -302,7 +303,7 @@ def test_gradients_are_sent_to_other_hosts_during_backward_of_the_last_lane(each
 def test_exchanges_of_parameters_that_no_longer_train_together_are_freed(lanes_per_worker):
     def body(world):
         if world.size > 1:
-            lane_engine.KEPT_CALLS, overlap.EARLY_BYTES = 2, 0
+            overlap.KEPT_CALLS, overlap.EARLY_BYTES = 2, 0
         torch.manual_seed(0)
         lanes = LaneEngine(world, Config(), 2 * lanes_per_worker, [CPU])
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
@@ -323,7 +324,7 @@ def test_exchanges_of_parameters_that_no_longer_train_together_are_freed(lanes_p
             model.zero_grad()
             if world.size > 1:
                 exchanges.setdefault(
-                    trained, weakref.ref(lanes._last_overlap[-1].buckets[0].exchange)
+                    trained, weakref.ref(lanes._overlaps._last[-1].buckets[0].exchange)
                 )
                 freed.append(
                     "".join(name for name, reference in exchanges.items() if reference() is None)

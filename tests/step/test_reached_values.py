@@ -96,6 +96,29 @@ def test_a_zero_has_a_sign(values):
     assert reached.difference(before) == "loss_fn.weight, from 0.0 to -0.0"
 
 
+@pytest.mark.parametrize("after", [torch.tensor(-0.0), torch.tensor(0), torch.tensor([0.0])])
+def test_a_scalar_tensor_of_the_host_has_bits_a_dtype_and_a_shape(after, values):
+    loss, _, reached = values
+    loss.weight = zero = torch.tensor(0.0)
+    assert not reached.is_same()
+    loss.weight = torch.tensor(0.0)  # the same for a kernel, which gets its value
+    assert reached.is_same()
+    loss.weight = after
+    assert not reached.is_same()
+    loss.weight = zero
+    assert not reached.is_same()
+    zero.neg_()
+    assert not reached.is_same()
+
+
+def test_a_tensor_has_a_dtype_and_strides_at_its_address(values):
+    loss, _, reached = values
+    memory = torch.zeros(8, 8)
+    for other in (memory, memory.view(torch.int32), memory.T, memory.view(64)):
+        loss.weight = other
+        assert not reached.is_same()
+
+
 def test_what_kernels_read_themselves_may_change(values):
     loss, model, reached = values
     loss.target.fill_(1.0)  # its address is the same

@@ -33,7 +33,8 @@ from samestep.record.events import to_json
 from samestep.run.alerts import worst_of
 from samestep.step.gradients import Gradients
 from samestep.step.lane_engine import LaneEngine, StepResult
-from samestep.step.lane_pass import LanePass, split_loss
+from samestep.step.lane_pass import LanePass
+from samestep.step.lane_results import split_loss
 from samestep.step.shard import Shard
 from samestep.storage import write_atomically
 from samestep.user_code import is_users

@@ -169,6 +169,41 @@ class Session:
         if config.dir is not None:
             self._follow(config.dir, sinks, workers)
 
+    def _find_snapshot(
+        self, config: Config, in_memory: InMemorySnapshots, *, has_begun: bool
+    ) -> Snapshot | None:
+        """Find out whose directory it is, and load the snapshot to resume from; collective.
+
+        Before the lane engine, because a resumed run has the lanes of its snapshot. The state waits
+        in memory until the script tracks the objects that it belongs to.
+        """
+        world = self.world
+        self._owner, self._remote_owner = find_owner(
+            config, world, self._describe_run, has_begun=has_begun
+        )
+        if self._remote_owner is not None:
+            self._exits.callback(self._remote_owner.close)
+        if config.read_only:
+            resumed = find_snapshot_of_others(self._source, world, self.record, in_memory)
+        else:
+            # a remote that has just failed is asked once more, without retries
+            responds = self._remote_owner is None or self._remote_owner.responds
+            resumed = find_snapshot(
+                *(config, world, self.record, in_memory, self._owner),
+                has_begun=has_begun,
+                listing_seconds=START_SECONDS if responds else 0.0,
+            )
+        if self._owner is not None and resumed is not None:
+            self._owner = self._note_origin(self._owner, resumed)
+        self._has_resumed = resumed is not None
+        named = step_of(Path(config.resume)) if config.resume != "auto" else None
+        if resumed is not None and (
+            resumed.step == named or (config.resume != "auto" and not has_begun)
+        ):
+            # Whoever names a snapshot wants to train on, even if the run had finished.
+            resumed.state["run"].update(finished=False, ended=False)
+        return resumed
+
     def _make_progress(
         self,
         config: Config,
@@ -228,6 +263,9 @@ class Session:
     def _make_lanes(self, modules: list[torch.nn.Module]) -> LaneEngine:
         """Return the engine, which checks every step of an optimizer until the run ends."""
         observe: Callable[..., AbstractContextManager[Any]] = unobserved
+        graphs = None
+        if self.replay is None:  # which looks into each lane
+            graphs = LaneGraphs.of(self.config, self.devices[0], self._say_of_graphs)
         if is_observed():  # `samestep verify` looks for changes by lanes
             observe = LaneObserver(self.world.rank, modules).lane
         elif self.replay is not None:
@@ -239,7 +277,7 @@ class Session:
             self.devices,
             observe,
             keeps_gradients=self.replay is not None,
-            graphs=self._make_graphs(),
+            graphs=graphs,
         )
         self._exits.callback(engine.close)
         # of all optimizers, tracked or not
@@ -247,25 +285,9 @@ class Session:
         self._exits.callback(hook.remove)
         return engine
 
-    def _make_graphs(self) -> LaneGraphs | None:
-        """Return the CUDA graphs of lanes, None without them."""
-        config, on_cuda = self.config, self.devices[0].type == "cuda"
-        if config.graphs == "on" and not on_cuda:
-            raise ConfigError(
-                'graphs="on" requires GPUs, but the devices are CPUs; use graphs="auto"'
-            )
-        if config.graphs == "off" or not on_cuda or self.replay is not None:
-            return None  # `samestep replay` looks into each lane
-        level = logging.WARNING if config.graphs == "on" else logging.INFO
-
-        def say(text: str) -> None:
-            if self._process.rank == 0:
-                announce(text, level)
-
-        if not config.deterministic:
-            say('graphs="auto" has no effect with deterministic=False, which lanes need to compare')
-            return None
-        return LaneGraphs(is_required=config.graphs == "on", say=say)
+    def _say_of_graphs(self, text: str) -> None:
+        if self._process.rank == 0:
+            announce(text, logging.WARNING if self.config.graphs == "on" else logging.INFO)
 
     def _follow(
         self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]

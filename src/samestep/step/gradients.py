@@ -66,6 +66,26 @@ def take_gradients(parameters: Sequence[Tensor], round_to: torch.dtype | None = 
     return gradients
 
 
+def copied_gradients(
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    round_to: torch.dtype | None = None,
+) -> Gradients:
+    """Return copies with the strides of the parameters, in their `sum_dtype`.
+
+    A CUDA graph writes the next lane's gradients to the memory of this one's.
+    """
+    copies = {
+        n: torch.empty_like(parameters[n], dtype=sum_dtype(gradient.dtype, round_to))
+        for n, gradient in enumerate(gradients)
+        if gradient is not None
+    }
+    if copies:  # one call for all, because each call costs microseconds
+        present = [gradient for gradient in gradients if gradient is not None]
+        foreach_copy_([*copies.values()], present)
+    return [copies.get(n) for n in range(len(gradients))]
+
+
 def have_none(parameters: Sequence[Tensor]) -> bool:
     """Return whether no parameter has a gradient."""
     return all(map(is_, [parameter.grad for parameter in parameters], repeat(None)))

@@ -19,8 +19,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from samestep.config import Config
 from samestep.data.generators import is_observed
-from samestep.errors import LossError
+from samestep.errors import ConfigError, LossError
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
 from samestep.step.lane_graph import (
@@ -33,7 +34,11 @@ from samestep.step.lane_graph import (
     specs_of,
 )
 from samestep.step.reached_values import GeneratorStates, ReachedValues
-from samestep.torch_internals import before_device_waits, recover_from_capture
+from samestep.torch_internals import (
+    before_device_waits,
+    has_compiled_graphs,
+    recover_from_capture,
+)
 
 MOST_GRAPHS: Final = 4  # of a device
 EAGER_CALLS: Final = 2  # of a loss with equal lanes after its first one, before a capture
@@ -73,6 +78,8 @@ REFUSALS: Final = {  # an error with graphs="on"
     "batch": "a batch contains {what}; expected tensors on the device, numbers and texts, in dicts,"
     " lists and tuples",
     "capture": "the capture failed: {what}",
+    "compiled": "torch.compile makes CUDA graphs of its own; compile the model in another mode than"
+    ' "reduce-overhead" and "max-autotune"',
     "bits": "at step {step}, lane {lane} has other bits as a CUDA graph than eagerly, first in"
     " {what}. The graph repeats the numbers, branches and tensors that the loss function and the"
     " model had when it was captured. " + USE_A_TENSOR,
@@ -127,6 +134,26 @@ class LaneGraphs:
         self._pools: dict[torch.device, Any] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._comparisons: list[_Comparison] = []
+
+    @classmethod
+    def of(
+        cls, config: Config, device: torch.device, say: Callable[[str], object]
+    ) -> LaneGraphs | None:
+        """Return the graphs that the option `graphs` asks for, None without them.
+
+        Raises `ConfigError` if they are required but there are no GPUs.
+        """
+        is_required, on_cuda = config.graphs == "on", device.type == "cuda"
+        if is_required and not on_cuda:
+            raise ConfigError(
+                'graphs="on" requires GPUs, but the devices are CPUs; use graphs="auto"'
+            )
+        if config.graphs == "off" or not on_cuda:
+            return None
+        if not config.deterministic:
+            say('graphs="auto" has no effect with deterministic=False, which lanes need to compare')
+            return None
+        return cls(is_required=is_required, say=say)
 
     def close(self) -> None:
         """Free all graphs, and use no more."""
@@ -300,6 +327,9 @@ class LaneGraphs:
 
     def capture(self, loss: _Loss, key: Any, work: LaneWork) -> LaneGraph | None:
         """Return a new graph of a lane, None if that fails."""
+        if has_compiled_graphs([work.device]):  # neither can be captured in the other
+            self.refuse(loss, "compiled")
+            return None
         graphs = [
             (other, other_key)
             for other in self._losses.values()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
-from samestep.step.across_hosts import choose_exchange
 from samestep.step.buffer_rules import Rule
-from samestep.step.exchange import ExchangeSpec, buckets
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.graph_choice import LaneGraphs
@@ -34,14 +32,11 @@ from samestep.step.guards import (
 from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.lane_state import LaneState
 from samestep.step.metric_guard import MetricGuard
-from samestep.step.overlap import Bucket, EarlyCopies, EarlyExchange, Overlap
+from samestep.step.overlap import Overlap, Overlaps, flat_buffers_of
 from samestep.step.recheck import Recheck
-from samestep.step.scaling import scaled
+from samestep.step.scaling import scaled_together
 from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
-
-# calls of `backward` after which exchanges of other parameters are freed, if they need new ones
-KEPT_CALLS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -121,9 +116,15 @@ class LaneEngine(LaneContext):
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self.gpu_clock = GpuClock(self.devices[0])
-        self._overlaps: dict[tuple[int, ...], Overlap] = {}
-        # of the last step, found by identity: a key of all parameter ids takes longer to make
-        self._last_overlap: tuple[Parameters, int, Overlap] | None = None
+        self._overlaps = Overlaps(
+            self.world,
+            self.lanes,
+            self.round_to,
+            self.shards,
+            self.manual.has_nested,
+            has_one_device=len(self.devices) == 1,
+            keeps_gradients=self.keeps_gradients,
+        )
         self._calls = 0  # of `backward`, also those that failed
 
     def add(self, module: Module, rules: Mapping[str, Rule] | None = None) -> None:
@@ -136,8 +137,7 @@ class LaneEngine(LaneContext):
     def close(self) -> None:
         """Remove all hooks, which would keep the models in memory."""
         self.manual.close()
-        for overlap in self._overlaps.values():
-            overlap.close()
+        self._overlaps.close()
         if self.graphs is not None:
             self.graphs.close()
 
@@ -173,7 +173,7 @@ class LaneEngine(LaneContext):
 
     def flat_buffers(self) -> list[FlatBuffer]:
         """Return the flat buffers of every sharded optimizer."""
-        return [flat_buffer for shard in self.shards for flat_buffer in shard.flat_buffers]
+        return flat_buffers_of(self.shards)
 
     def backward(
         self,
@@ -204,7 +204,7 @@ class LaneEngine(LaneContext):
         self._calls += 1
         started = time.perf_counter()
         parameters = self.models.trainable(update)
-        overlap = self._overlap_of(parameters)
+        overlap = self._overlaps.of(parameters, self._calls)
         self.manual.forget_cleared()
         earlier = self._make_room(parameters, overlap)
         with self._restoring(parameters, earlier, overlap):
@@ -224,15 +224,8 @@ class LaneEngine(LaneContext):
             if check is not None:
                 report["recheck"] = check.report()
 
-            # slice s of every subtree's gradient goes to worker s, and the losses go to all workers
             started = time.perf_counter()
-            overlap.finish(own_gradients)  # those that were not put during backward
-            call = self._calls, report, note()
-            receive = self.world.begin_all_gather_json(call, "exchanging losses")
-            overlap.start()  # the remaining exchanges, while the message is on its way
-            # all workers synchronize here
-            calls, reports, notes = zip(*receive(), strict=True)  # [workers] each, by rank
-            check_same_call(calls)
+            reports, notes = self._exchange(overlap, own_gradients, report, note)
             results = _results_of(reports)
             if check is not None:
                 check.compare([report["recheck"] for report in reports])
@@ -241,12 +234,7 @@ class LaneEngine(LaneContext):
             self._end_buffers(reports, results, is_skipped=skipped is not None)
         scale = lane_pass.scale(results)
         if overlap.buckets:
-            # Each worker adds up its slice along the tree. Workers gather the slices, unless a
-            # sharded optimizer updates them first. A parameter that no lane used gets no gradient.
-            missing = set.intersection(*(set(report["missing"]) for report in reports))
-            if skipped is not None:  # what was exchanged is not used
-                missing = set(range(len(parameters)))
-            overlap.set_gradients(parameters, missing, scale)
+            overlap.set_gradients(parameters, _missing(parameters, reports, skipped), scale)
         elif skipped is None:
             # a single worker: its only subtree is the whole tree
             _set_gradients(parameters, own_gradients[0], scale)
@@ -256,7 +244,28 @@ class LaneEngine(LaneContext):
         self.exchange_seconds += time.perf_counter() - started
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
-        return StepResult(results, list(notes), skipped)
+        return StepResult(results, notes, skipped)
+
+    def _exchange(
+        self,
+        overlap: Overlap,
+        own_gradients: Sequence[Gradients],
+        report: Mapping[str, Any],
+        note: Callable[[], Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Exchange gradients and reports; return the reports and notes of all workers, by rank.
+
+        Slice s of every subtree's gradient, [subtrees, parameters], goes to worker s, and the
+        losses go to all workers.
+        """
+        overlap.finish(own_gradients)  # those that were not put during backward
+        call = self._calls, report, note()
+        receive = self.world.begin_all_gather_json(call, "exchanging losses")
+        overlap.start()  # the remaining exchanges, while the message is on its way
+        # all workers synchronize here
+        calls, reports, notes = zip(*receive(), strict=True)  # [workers] each, by rank
+        check_same_call(calls)
+        return list(reports), list(notes)
 
     def _skip_reason(self, results: Sequence[LaneResult], step: int, loss: LossSpec) -> str | None:
         """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
@@ -337,7 +346,7 @@ class LaneEngine(LaneContext):
         """Return the report of a pass. Loading and exchanges do not count as its computation."""
         self.world.wait_for_gpu()
         report = lane_pass.report(own_gradients)  # reads losses, after a GPU has computed them
-        elsewhere = lane_pass.data_seconds + lane_pass.exchange_seconds
+        elsewhere = lane_pass.inputs.data_seconds + lane_pass.exchange_seconds
         self.compute_seconds += time.perf_counter() - started - elsewhere
         self.exchange_seconds += lane_pass.exchange_seconds
         return report
@@ -370,58 +379,6 @@ class LaneEngine(LaneContext):
             self.optimizers.seal(parameters)
             raise
 
-    def _overlap_of(self, parameters: Parameters) -> Overlap:
-        """Return the exchanges of these parameters, created once; a single worker has none."""
-        if self._last_overlap is not None:
-            last, shards, overlap = self._last_overlap
-            if last is parameters and shards == len(self.shards):
-                overlap.used_at = self._calls
-                return overlap
-        cache_key = (len(self.shards), *map(id, parameters)) if self.world.size > 1 else ()
-        if cache_key not in self._overlaps:
-            self._close_unused()
-            self._overlaps[cache_key] = self._new_overlap(parameters)
-        overlap = self._overlaps[cache_key]
-        overlap.used_at = self._calls
-        if self.world.size > 1:
-            self._last_overlap = parameters, len(self.shards), overlap
-        return overlap
-
-    def _new_overlap(self, parameters: Parameters) -> Overlap:
-        own_buckets = self._buckets_of(parameters) if self.world.size > 1 else []
-        if self.keeps_gradients:
-            return Overlap(own_buckets)
-        # Several hosts, or GPUs, each of which counts as one: send during the last backward. With
-        # several devices per worker, sums are complete only when all devices are done.
-        if own_buckets and len(self.world.hosts) > 1 and len(self.devices) == 1:
-            return EarlyExchange(own_buckets, parameters, self.world, self.manual.has_nested)
-        # one host, one lane per worker: a gradient is final when it arrives, and nothing is added
-        if own_buckets and self.lanes == self.world.size:
-            return EarlyCopies(own_buckets, parameters, self.manual.has_nested)
-        return Overlap(own_buckets)  # several lanes are added first; a single worker has no buckets
-
-    def _close_unused(self) -> None:
-        """Free the exchanges of parameters that have not been trained together for long."""
-        for cache_key, overlap in list(self._overlaps.items()):
-            if self._calls - overlap.used_at > KEPT_CALLS:
-                self._overlaps.pop(cache_key).close()
-
-    def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
-        """Group sharded parameters by flat buffer, and the others by dtype and size."""
-        number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
-        grouped = []
-        for flat_buffer in self.flat_buffers():
-            numbers = [
-                number_of.pop(id(parameter), None) for parameter in flat_buffer.exchange.parameters
-            ]
-            if set(numbers) != {None}:
-                grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
-        others = [parameters[n] for n in number_of.values()]
-        for group in buckets(others, self.world, self.round_to):
-            spec = ExchangeSpec(group, self.lanes, self.world, self.round_to)
-            grouped.append(Bucket(choose_exchange(spec), [number_of[id(p)] for p in group], None))
-        return grouped
-
 
 def _check_storage(shards: Sequence[Shard]) -> None:
     for shard in shards:
@@ -438,9 +395,20 @@ def _results_of(reports: Sequence[Any]) -> list[LaneResult]:
     ]
 
 
+def _missing(parameters: Parameters, reports: Sequence[Any], skipped: str | None) -> set[int]:
+    """Return the numbers of parameters that get no gradient, because no lane used them.
+
+    Of a skipped batch, what was exchanged is not used.
+    """
+    if skipped is not None:
+        return set(range(len(parameters)))
+    return set.intersection(*(set(report["missing"]) for report in reports))
+
+
 def _set_gradients(parameters: Parameters, gradients: Gradients, scale: float) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else scaled(gradient, parameter.dtype, scale)
+    scaled = scaled_together(gradients, parameters, scale)
+    for parameter, gradient in zip(parameters, scaled, strict=True):
+        parameter.grad = gradient
 
 
 def _add_earlier(parameters: Parameters, earlier: Gradients) -> None:

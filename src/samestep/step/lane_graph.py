@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samestep.step.buffers import INTEGERS
-from samestep.step.gradients import Gradients, sum_dtype
+from samestep.step.gradients import Gradients, copied_gradients
 from samestep.step.reached_values import SCALARS, Scalar
 from samestep.torch_internals import foreach_copy_
 
@@ -105,17 +105,8 @@ class LaneGraph:
         self._load(work)
         self._graph.replay()
         values = self._values
-        owned: dict[int, Tensor] = {}  # by number of the parameter
-        sources: list[Tensor] = []
-        for n, parameter in enumerate(work.parameters):
-            gradient = values.gradients[n]
-            if gradient is not None:  # rounded to the dtype of the exchange, as leaves of the tree
-                dtype = sum_dtype(gradient.dtype, work.round_to)
-                owned[n] = torch.empty_like(parameter, dtype=dtype)
-                sources.append(gradient)
-        if owned:  # one call for all, because each call costs microseconds
-            foreach_copy_([*owned.values()], sources)
-        gradients: Gradients = [owned.get(n) for n in range(len(work.parameters))]
+        # rounded to the dtype of the exchange, as leaves of the tree
+        gradients = copied_gradients(values.gradients, work.parameters, work.round_to)
         return LaneValues(values.scalars, values.changes, gradients)
 
     def take_turn(self, call: int, probation: int) -> tuple[bool, bool]:

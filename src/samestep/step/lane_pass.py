@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -18,9 +17,15 @@ from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneBatch, LaneSteps, finished, in_turn
 from samestep.data.random_state import generators_restored, key, set_generators
-from samestep.errors import DataError, LossError
+from samestep.errors import DataError
 from samestep.step.buffers import Buffers
-from samestep.step.gradients import Gradients, Parameters, add_gradients, take_gradients
+from samestep.step.gradients import (
+    Gradients,
+    Parameters,
+    add_gradients,
+    copied_gradients,
+    take_gradients,
+)
 from samestep.step.graph_choice import GraphedLane, LaneGraphs
 from samestep.step.guards import (
     ManualGradients,
@@ -31,19 +36,20 @@ from samestep.step.guards import (
     refuse_reentrant,
 )
 from samestep.step.lane_graph import LaneValues, LaneWork
+from samestep.step.lane_results import LaneScalars, split_loss
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.replicas import Replica, Replicas
 from samestep.torch_internals import (
     before_collectives,
     before_reentrant_checkpoints,
-    divisors_of,
+    begin_compiled_graphs,
+    has_compiled_graphs,
 )
 
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
-DIVISOR: Final = "divisor of the mean "  # and its number; no user's metric has this name
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ class LaneContext:
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """Run the loss function, or `embed`, in this block."""
+        begin_compiled_graphs(self.devices)
         self._is_in_user_code = True
         try:
             with self.autocast():
@@ -154,6 +161,49 @@ class LaneContext:
             return NO_CONTEXT
         # torch forgets casts at the end of the outermost block, enabled or not
         return torch.autocast(self.devices[0].type, enabled=False)
+
+
+class LaneInputs:
+    """The batches of one worker's lanes, which are copied to devices one lane ahead.
+
+    `total` has the planned items of all lanes, so that gradients have the size of a mean while they
+    are added. `LanePass.scale` corrects it once all lanes have reported their items, or divides if
+    it is None. `batches` has those of lanes with samples; loading them took `data_seconds`.
+    """
+
+    def __init__(self, batch: Batch, count: Count | None) -> None:
+        counts = batch.counts  # of samples, by lane of the run; None for streams
+        self.total = sum(counts) if count is None and counts is not None else None
+        self._batch, self._count = batch, count
+        before = batch.data_seconds
+        self.batches = {
+            lane: data
+            for lane, data in batch.lane_batches()
+            if data is not None or counts is None  # a `collate_fn` dropped all samples
+        }
+        self.data_seconds = batch.data_seconds - before
+        self._begun: dict[int, Callable[[], Any]] = {}  # copies, which these end
+
+    def samples(self, lane: int) -> int | None:
+        """Return the number of samples of a lane, None if they cannot be counted."""
+        with suppress(DataError):
+            return self._batch.samples(lane, self.batches[lane])
+        return None
+
+    def items(self, lane: int) -> float:
+        """Count the items of a lane's batch where it was loaded: a GPU would have to be awaited."""
+        batch = self.batches[lane]
+        if self._count is None:
+            return self._batch.samples(lane, batch)
+        return counted(self._count, batch, f"lane {lane}")
+
+    def moved(self, lane: int, replica: Replica) -> Any:
+        """Return a lane's batch on its device, and begin to copy that of the next lane there."""
+        # a GPU copies in its own stream, while it still computes this lane
+        for n in [n for n in replica.lanes if n >= lane and n in self.batches][:2]:
+            if n not in self._begun:
+                self._begun[n] = replica.copier.begin(self.batches[n])
+        return self._begun.pop(lane)()
 
 
 @dataclass
@@ -175,23 +225,10 @@ class LanePass:
     after_lane: Callable[[int, Gradients], None] | None = None
 
     def __post_init__(self) -> None:
-        counts = self.batch.counts  # of samples, by lane of the run; None for streams
-        # The planned items of all lanes, so that gradients have the size of a mean while they are
-        # added. `scale` corrects it once all lanes have reported their items, or divides if None.
-        self._total = sum(counts) if self.loss.count is None and counts is not None else None
         self.context.world.status.set_activity("loading data")
-        data_before = self.batch.data_seconds
-        self._batches = {
-            lane: data
-            for lane, data in self.batch.lane_batches()
-            if data is not None or counts is None  # a `collate_fn` dropped all samples
-        }
-        self.data_seconds = self.batch.data_seconds - data_before
-        self._begun: dict[int, Callable[[], Any]] = {}  # copies of lane batches, which these end
-        self._copies = HostCopies()
-        self._results: list[tuple[int, float, dict[str, Tensor]]] = []  # with such copies
-        # samples, and what the mean of a cross-entropy was divided by, with such copies
-        self._divisors: list[tuple[int, float, list[Tensor]]] = []
+        self.inputs = LaneInputs(self.batch, self.loss.count)
+        is_mean_of_samples = self.loss.count is None and self.loss.reduction == "mean"
+        self._scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
         self.exchange_seconds = 0.0  # of `run`
         self.watched: int | None = None  # the lane that is computed again
         self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
@@ -271,38 +308,32 @@ class LanePass:
         if self.context.lanes == 1:  # `_weight` was the whole factor
             return 1.0
         # rounded once, so it has the same bits in any order; 1 if no lane has items
-        return (self._total or 1) / (math.fsum(result.count for result in results) or 1)
+        return (self.inputs.total or 1) / (math.fsum(result.count for result in results) or 1)
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers, divisors of means."""
-        buffers = self.context.buffers
-        buffers.end_lanes(self._copies.of)
-        if (graphs := self.context.graphs) is not None:
-            graphs.end(self._copies.of)
-        self._copies.wait()  # for all forward passes, but not for the last backward
+        buffers, scalars, graphs = self.context.buffers, self._scalars, self.context.graphs
+        buffers.end_lanes(scalars.copy)
+        if graphs is not None:
+            graphs.end(scalars.copy)
+        scalars.wait()
         if graphs is not None:
             graphs.judge()
-        results = [
-            (lane, count, {name: _number(value) for name, value in metrics.items()})
-            for lane, count, metrics in self._results
-        ]
         # per subtree; a parameter is missing only if no subtree has it
         missing = (
             {n for n, gradient in enumerate(gradients) if gradient is None}
             for gradients in own_gradients
         )
         return {
-            "lanes": sorted(results, key=itemgetter(0)),
+            "lanes": scalars.results(),
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written(),
             "late": buffers.late(),
-            "divisors": [
-                (lane, count, [*map(float, divisors)]) for lane, count, divisors in self._divisors
-            ],
+            "divisors": scalars.divisors(),
         }
 
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
-        if lane not in self._batches:  # no samples
+        if lane not in self.inputs.batches:  # no samples
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
         compute = self._gradients if self.context.graphs is None else self._with_graphs
@@ -313,7 +344,7 @@ class LanePass:
                 error,
                 lane,
                 self.context.lanes,
-                self._samples(lane),
+                self.inputs.samples(lane),
                 f"{replica.device} on worker {self.context.world.rank}",
                 self.seed[0],
                 again=lambda: finished(self._gradients(lane, replica)),
@@ -343,18 +374,12 @@ class LanePass:
         with self.context.replicas.on(replica):
             self.context.buffers.rewind(replica.number, lane)
         take_gradients(replica.of(self.parameters))
-        self._divisors = [entry for entry in self._divisors if entry[0] != lane]
-
-    def _samples(self, lane: int) -> int | None:
-        """Return the number of samples of a lane, None if they cannot be counted."""
-        with suppress(DataError):
-            return self.batch.samples(lane, self._batches[lane])
-        return None
+        self._scalars.forget(lane)
 
     def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         context = self.context
-        count = self._count_of(lane)
-        batch = self._moved(lane, replica)
+        count = self.inputs.items(lane)
+        batch = self.inputs.moved(lane, replica)
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
         parameters, factor = replica.of(self.parameters), self._factor(count)
@@ -362,7 +387,9 @@ class LanePass:
             context.replicas.on(replica),
             context.observe(self, lane, batch) as inspect,
             context.watch(lane),
-            self._graphed(lane, replica, batch, factor) as graphed,
+            NO_CONTEXT
+            if context.graphs is None
+            else self._graphed(context.graphs, lane, replica, batch, factor) as graphed,
         ):
             self._seed(lane)
             if graphed is not None and (values := graphed.replay()) is not None:
@@ -375,10 +402,10 @@ class LanePass:
                 else:
                     returned = self.loss.fn(self.loss.model, batch)
                 loss, metrics = split_loss(returned, lane)
-            on_device = {"loss": loss.detach(), **metrics, **self._divisors_of(loss)}
-            scalars = self._noted(lane, count, on_device)
+            on_device = self._scalars.named(loss, metrics)
+            self._scalars.note(lane, count, on_device)
             if context.lanes > 1:  # a single lane leaves in buffers what it wrote
-                context.buffers.end_forward(lane, replica.number, self._copies.of)
+                context.buffers.end_forward(lane, replica.number, self._scalars.copy)
             # of the loss's shape; None is 1
             weights = [None if factor is None else torch.full_like(loss, factor)]
             gradients = self._differentiate(lane, [loss], weights, parameters)
@@ -388,32 +415,7 @@ class LanePass:
                 graphed.check(on_device, gradients)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
-        self._results.append((lane, count, scalars))
         return gradients
-
-    def _divisors_of(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return what each cross-entropy was divided by, if lanes are weighted by their samples."""
-        if self.loss.count is not None or self.loss.reduction == "sum" or self.context.lanes == 1:
-            return {}
-        return {f"{DIVISOR}{number}": value for number, value in enumerate(divisors_of(loss))}
-
-    def _noted(self, lane: int, count: float, scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Note the divisors among a lane's scalars on its device, and return the others.
-
-        All are copied to the host from now on: before backward, so that reading waits for forward.
-        """
-        copies = dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
-        if divisors := [copies.pop(name) for name in scalars if name.startswith(DIVISOR)]:
-            self._divisors.append((lane, count, divisors))
-        return copies
-
-    def _moved(self, lane: int, replica: Replica) -> Any:
-        """Return a lane's batch on its device, and begin to copy that of the next lane there."""
-        # a GPU copies in its own stream, while it still computes this lane
-        for n in [n for n in replica.lanes if n >= lane and n in self._batches][:2]:
-            if n not in self._begun:
-                self._begun[n] = replica.copier.begin(self._batches[n])
-        return self._begun.pop(lane)()
 
     def _differentiate(
         self,
@@ -429,7 +431,11 @@ class LanePass:
         overlap = self.overlap(self._sums) if is_last else nullcontext({})
         with self.context.manual.backward(parameters, lane), overlap as self._in_exchange:
             torch.autograd.backward(roots, weights, retain_graph, inputs=parameters)
-        gradients = take_gradients(parameters, self.context.round_to)
+        round_to = self.context.round_to
+        if has_compiled_graphs(self.context.devices):  # in memory that the next forward writes
+            gradients = copied_gradients(take_gradients(parameters), parameters, round_to)
+        else:
+            gradients = take_gradients(parameters, round_to)
         refuse_added_twice([gradients[n] for n in self._in_exchange], lane)
         return gradients
 
@@ -438,7 +444,7 @@ class LanePass:
         share = count if self.loss.reduction == "mean" else 1  # a mean stands for its items
         if self.context.lanes == 1:
             return None if share == count else share / (count or 1)
-        return share / (self._total or 1)
+        return share / (self.inputs.total or 1)
 
     def _seed(self, lane: int) -> None:
         set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
@@ -448,11 +454,11 @@ class LanePass:
         return self.context.world.size > 1 and lane == self.context.own[-1]
 
     def _graphed(
-        self, lane: int, replica: Replica, batch: Any, factor: float | None
+        self, graphs: LaneGraphs, lane: int, replica: Replica, batch: Any, factor: float | None
     ) -> AbstractContextManager[GraphedLane | None]:
         """Return the context of a lane that may be a CUDA graph."""
         context = self.context
-        if context.graphs is None or self._is_exchanged(lane):
+        if self._is_exchanged(lane):
             return NO_CONTEXT
 
         def restart() -> None:
@@ -471,7 +477,7 @@ class LanePass:
             restart,
             context.round_to,
         )
-        return context.graphs.lane(work)
+        return graphs.lane(work)
 
     def _values(self, lane: int, replica: Replica, batch: Any, factor: Tensor | None) -> LaneValues:
         """Compute forward and backward for a graph, which keeps gradients out of `.grad`."""
@@ -479,7 +485,7 @@ class LanePass:
         with context.user_code():
             fn = cast(LossFn, self.loss.fn)
             loss, metrics = split_loss(fn(self.loss.model, batch), lane)
-        scalars = {"loss": loss.detach(), **metrics, **self._divisors_of(loss)}
+        scalars = self._scalars.named(loss, metrics)
         changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
         # rounded to the loss's dtype as `torch.full_like` does
         weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
@@ -489,19 +495,12 @@ class LanePass:
 
     def _taken(self, lane: int, replica: Replica, count: float, values: LaneValues) -> Gradients:
         """Return the gradients of a lane that a graph computed; note its other results."""
-        scalars, buffers = self._noted(lane, count, values.scalars), self.context.buffers
+        buffers = self.context.buffers
+        self._scalars.note(lane, count, values.scalars)
         if self.context.lanes > 1:
-            buffers.note_changes(lane, replica.number, values.changes, self._copies.of)
+            buffers.note_changes(lane, replica.number, values.changes, self._scalars.copy)
             buffers.end_lane(lane, replica.number)
-        self._results.append((lane, count, scalars))
         return values.gradients
-
-    def _count_of(self, lane: int) -> float:
-        """Count the items of a lane's batch where it was loaded: a GPU would have to be awaited."""
-        batch = self._batches[lane]
-        if self.loss.count is None:
-            return self.batch.samples(lane, batch)
-        return counted(self.loss.count, batch, f"lane {lane}")
 
 
 def no_overlap(_: object) -> nullcontext[dict[int, Gradients]]:
@@ -517,126 +516,3 @@ def counted(count: Count, batch: Any, where: str) -> float:
         expected = "count must return a finite number of at least 0"
         raise DataError(f"{expected}, got {returned!r} for {where}")
     return int(number) if number.is_integer() else number
-
-
-def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]:
-    """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
-
-    Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
-    A metric may also be a boolean or integer tensor with an entry per item.
-    """
-    place = "the whole batch" if lane is None else f"lane {lane}"
-    if isinstance(returned, tuple) and len(returned) != 2:
-        raise LossError(
-            f"the loss function returned {len(returned)} values in {place}, but must return a"
-            " loss or (loss, dict of scalars by name); put all other scalars into the dict"
-        )
-    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise LossError(
-            f"the loss function must return a scalar tensor, got {_kind(loss)} in {place};"
-            f" return the mean over {'all' if lane is None else 'its'} items"
-        )
-    if not loss.requires_grad:
-        raise LossError(
-            f"the loss of {place} has no gradient; is the model frozen, or the loss detached or"
-            " computed under no_grad?"
-        )
-    if not isinstance(metrics, Mapping):
-        raise LossError(
-            "the loss function must return (loss, dict of scalars by name), got"
-            f" {type(metrics).__name__} instead of the dict"
-        )
-    detached = {name: _detached(name, value) for name, value in metrics.items()}
-    return loss, {name: value for name, value in detached.items() if value is not None}
-
-
-def _kind(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
-
-
-def has_entries(value: Any) -> bool:
-    """Return whether a metric is a boolean or integer tensor with an entry per item.
-
-    A single integer is a scalar.
-    """
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return False
-    is_integer = not (value.is_floating_point() or value.is_complex())
-    return value.dtype == torch.bool or (is_integer and value.numel() != 1)
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a metric has no entry, such as the accuracy of a lane without masked words."""
-    return has_entries(value) and value.numel() == 0
-
-
-def sum_of_entries(value: Tensor) -> Tensor:
-    """Return the sum and the number of entries, float64 [2], exact below 2**53.
-
-    A float32 mean is rounded in each lane, so that 382 right of 397 would not be one number.
-    """
-    total = value.sum(dtype=torch.int64).double()
-    return torch.stack([total, torch.full_like(total, value.numel())])
-
-
-def _detached(name: str, value: Any) -> Tensor | None:
-    """Return a metric as a scalar or [sum, entries], without a graph; None if it has no entry."""
-    if isinstance(value, Tensor):
-        if value.ndim == 0:
-            return value.detach()
-        if has_entries(value):
-            return sum_of_entries(value) if value.numel() else None
-        if value.numel() == 1:
-            return value.detach().reshape(())
-    else:
-        with suppress(TypeError, ValueError):
-            return torch.tensor(float(value), dtype=torch.float64)
-    advice = "return the mean over the lane's items, or an entry per item as booleans or integers"
-    raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
-
-
-def _number(value: Tensor) -> float | list[float]:
-    """Return the value of a scalar, exactly, or [sum, entries]."""
-    numbers: list[float] = value.tolist() if value.ndim else [float(value)]
-    return numbers if len(numbers) > 1 else numbers[0]
-
-
-class HostCopies:
-    """Copies scalar and 1-D tensors of GPUs to the host; only `wait` waits, once per GPU.
-
-    It does not wait for what a GPU computes after its last copy.
-    """
-
-    def __init__(self) -> None:
-        self._events: dict[torch.device, torch.cuda.Event] = {}
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return float64 copies of a GPU's tensors, valid after `wait`; others as they are."""
-        copies = [*tensors]
-        for device in dict.fromkeys([tensor.device for tensor in tensors if tensor.is_cuda]):
-            numbers = [n for n, tensor in enumerate(tensors) if tensor.device == device]
-            # float64 [values], so that each GPU makes one copy
-            joined = torch.cat([tensors[n].double().reshape(-1) for n in numbers])
-            on_host = joined.to("cpu", non_blocking=True)  # in pinned memory
-            event = self._events.setdefault(device, torch.cuda.Event())
-            event.record(torch.cuda.current_stream(device))
-            sizes = [tensors[n].numel() for n in numbers]
-            for n, copy in zip(numbers, on_host.split(sizes), strict=True):
-                copies[n] = copy.reshape(tensors[n].shape)
-        return copies
-
-    def wait(self) -> None:
-        """Wait until all copies are complete."""
-        for event in self._events.values():
-            event.synchronize()
-        self._events.clear()
-
-
-def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Return the values of scalar and 1-D tensors, with one wait per device."""
-    copies = HostCopies()
-    read = copies.of(tensors)
-    copies.wait()
-    return [tensor.double().reshape(-1).tolist() for tensor in read]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from typing_extensions import Self
 from samestep.data.generators import Reference, find_state
 from samestep.errors import LossError
 from samestep.step.hashing import hashes_of
+from samestep.step.lane_pass import NO_CONTEXT
 from samestep.torch_internals import versions_of, without_storage
 
 WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
@@ -130,7 +131,7 @@ class LaneState:
 
         Raises `LossError` if it reads a tensor that each lane replaces; only in the first calls.
         """
-        return self._watched_lane(lane) if self._calls <= self._watched_until else nullcontext()
+        return self._watched_lane(lane) if self._calls <= self._watched_until else NO_CONTEXT
 
     @contextmanager
     def _watched_lane(self, lane: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Exchange of gradients during the backward pass of a worker's last lane."""
+"""The exchanges of gradients, also during the backward pass of a worker's last lane."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from samestep.comm.base import World
 from samestep.errors import WorldError
-from samestep.step.exchange import Exchange, gather, wait_until_free
+from samestep.step.across_hosts import choose_exchange
+from samestep.step.exchange import Exchange, ExchangeSpec, buckets, gather, wait_until_free
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, add_gradients, have_none
 from samestep.step.layout import Span, tree_sum
 from samestep.step.scaling import scaled
+from samestep.step.shard import Shard
 
 # Above this size, copying a gradient early saves more time than the hook costs.
 EARLY_BYTES: Final = 1 << 18
+# calls of `backward` after which exchanges of other parameters are freed, if they need new ones
+KEPT_CALLS: Final = 100
 
 
 @dataclass
@@ -80,6 +85,11 @@ class Overlap:
         self._sums: Mapping[Span, Gradients] = {}
         # what backward has put so far: views of each subtree, by number of the parameter
         self._in_exchange: dict[int, Gradients] = {}
+
+    def used(self, call: int) -> Self:
+        """Note the call of `backward` that uses it, and return it."""
+        self.used_at = call
+        return self
 
     def close(self) -> None:
         """Leave the parameters as they are without it."""
@@ -310,3 +320,91 @@ class EarlyCopies(Overlap):
         if gradient is not None and gradient.layout == view.layout:
             view.copy_(gradient)
             self._in_exchange[n], parameter.grad = [view], None  # [subtrees], here one
+
+
+class Overlaps:
+    """The exchanges of parameters that are trained together, each created once.
+
+    A single worker exchanges nothing. With `keeps_gradients`, nothing is sent during backward.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        lanes: int,
+        round_to: torch.dtype | None,
+        shards: Sequence[Shard],
+        has_nested: Callable[[], bool],
+        *,
+        has_one_device: bool,
+        keeps_gradients: bool,
+    ) -> None:
+        """`shards` are those of sharded optimizers, and may become more."""
+        self._world, self._lanes, self._round_to = world, lanes, round_to
+        self._shards, self._has_nested = shards, has_nested
+        self._has_one_device, self._keeps_gradients = has_one_device, keeps_gradients
+        self._by_parameters: dict[tuple[int, ...], Overlap] = {}
+        # of the last step, found by identity: a key of all parameter ids takes longer to make
+        self._last: tuple[Parameters, int, Overlap] | None = None
+
+    def of(self, parameters: Parameters, call: int) -> Overlap:
+        """Return the exchanges of these parameters, for the step of a number."""
+        if self._last is not None:
+            last, shards, overlap = self._last
+            if last is parameters and shards == len(self._shards):
+                return overlap.used(call)
+        has_others = self._world.size > 1
+        cache_key = (len(self._shards), *map(id, parameters)) if has_others else ()
+        if cache_key not in self._by_parameters:
+            self._close_unused(call)
+            self._by_parameters[cache_key] = self._new(parameters)
+        overlap = self._by_parameters[cache_key]
+        if has_others:
+            self._last = parameters, len(self._shards), overlap
+        return overlap.used(call)
+
+    def close(self) -> None:
+        """Remove all hooks of parameters."""
+        for overlap in self._by_parameters.values():
+            overlap.close()
+
+    def _new(self, parameters: Parameters) -> Overlap:
+        world = self._world
+        own_buckets = self._buckets_of(parameters) if world.size > 1 else []
+        if self._keeps_gradients:
+            return Overlap(own_buckets)
+        # Several hosts, or GPUs, each of which counts as one: send during the last backward. With
+        # several devices per worker, sums are complete only when all devices are done.
+        if own_buckets and len(world.hosts) > 1 and self._has_one_device:
+            return EarlyExchange(own_buckets, parameters, world, self._has_nested)
+        # one host, one lane per worker: a gradient is final when it arrives, and nothing is added
+        if own_buckets and self._lanes == world.size:
+            return EarlyCopies(own_buckets, parameters, self._has_nested)
+        return Overlap(own_buckets)  # several lanes are added first; a single worker has no buckets
+
+    def _close_unused(self, call: int) -> None:
+        """Free the exchanges of parameters that have not been trained together for long."""
+        for cache_key, overlap in list(self._by_parameters.items()):
+            if call - overlap.used_at > KEPT_CALLS:
+                self._by_parameters.pop(cache_key).close()
+
+    def _buckets_of(self, parameters: Parameters) -> list[Bucket]:
+        """Group sharded parameters by flat buffer, and the others by dtype and size."""
+        number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+        grouped = []
+        for flat_buffer in flat_buffers_of(self._shards):
+            numbers = [
+                number_of.pop(id(parameter), None) for parameter in flat_buffer.exchange.parameters
+            ]
+            if set(numbers) != {None}:
+                grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
+        others = [parameters[n] for n in number_of.values()]
+        for group in buckets(others, self._world, self._round_to):
+            spec = ExchangeSpec(group, self._lanes, self._world, self._round_to)
+            grouped.append(Bucket(choose_exchange(spec), [number_of[id(p)] for p in group], None))
+        return grouped
+
+
+def flat_buffers_of(shards: Sequence[Shard]) -> list[FlatBuffer]:
+    """Return the flat buffers of sharded optimizers."""
+    return [flat_buffer for shard in shards for flat_buffer in shard.flat_buffers]

@@ -189,12 +189,17 @@ def _mark(value: Any) -> Any:
 
 
 def _address(tensor: Tensor) -> Any:
-    """Return where a tensor is, and the values of a small one of the host: kernels get them."""
+    """Return where a tensor is, or the bytes of a small one of the host, and how they are read.
+
+    Kernels get the values of tensors of the host. In Python, 0.0 equals -0.0 and 1.
+    """
     if type(tensor) not in {Tensor, Parameter} or tensor.layout != torch.strided:
         return id(tensor), tensor.requires_grad  # it may have no address
+    place: int | bytes = tensor.data_ptr()
     if tensor.device.type == "cpu" and tensor.numel() <= SMALL_ELEMENTS:
-        return tuple(tensor.detach().reshape(-1).tolist()), tensor.requires_grad
-    return tensor.data_ptr(), tensor.requires_grad
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        place = values.view(torch.uint8).numpy().tobytes()
+    return place, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def _short(name: str) -> str:

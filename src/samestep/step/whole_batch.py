@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,9 +27,16 @@ from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
 from samestep.step.lane_graph import differs
-from samestep.step.lane_pass import LanePass, LossFn, no_overlap, split_loss
+from samestep.step.lane_pass import LanePass, LossFn, no_overlap
+from samestep.step.lane_results import split_loss
 from samestep.step.replicas import Replica
+from samestep.torch_internals import has_compiled_graphs, is_compiled
 
+GRAPHS_OF_LOSS: Final = (
+    "the loss of all embeddings is compiled in a run with CUDA graphs of torch.compile: the lanes"
+    " would overwrite what its backward pass reads. Compile only what embed calls, or use another"
+    ' mode than "reduce-overhead" and "max-autotune"'
+)
 # The container of embeddings as JSON: the names of a dict, the length of a tuple, None for a tensor
 Form = list[str] | int | None
 
@@ -55,7 +62,7 @@ class WholeBatchPass(LanePass):
         self._embeddings: dict[int, list[Tensor]] = {}  # own lanes, [lane_items, ...], no graph
         self._weights: dict[int, list[Tensor | None]] = {}  # their gradients, of the same shapes
         self._loss: Tensor | None = None  # with its graph, on the worker of lane 0
-        self._scalars: dict[str, Tensor] = {}
+        self._loss_scalars: dict[str, Tensor] = {}  # the loss and metrics of the whole batch
         self._differences: list[tuple[int, Tensor]] = []
         self._is_second = False
         # of the lane that is watched: gradients of its embeddings; the loss, if that is lane 0
@@ -119,7 +126,7 @@ class WholeBatchPass(LanePass):
 
     def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         context = self.context
-        count, batch = self._count_of(lane), self._moved(lane, replica)
+        count, batch = self.inputs.items(lane), self.inputs.moved(lane, replica)
         gradients: Gradients = []
         if count == 0:
             return gradients
@@ -133,11 +140,11 @@ class WholeBatchPass(LanePass):
             with context.user_code():
                 form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
             if self._is_second:
-                context.buffers.end_forward(lane, replica.number, self._copies.of)
+                context.buffers.end_forward(lane, replica.number, self._scalars.copy)
                 gradients = self._continue(lane, embeddings, replica)
                 if inspect is not None:
                     inspect(gradients, None)
-                self._results.append((lane, count, self._scalars))
+                self._scalars.add(lane, count, self._loss_scalars)
             else:  # the graph is built and dropped: without it, torch may choose other kernels
                 self._form = form
                 self._embeddings[lane] = [
@@ -153,7 +160,7 @@ class WholeBatchPass(LanePass):
         # kernels of GPUs may differ in the last bits unless the run is deterministic
         if self.context.config.deterministic or replica.device.type == "cpu":
             for embedding, first in zip(embeddings, self._embeddings[lane], strict=True):
-                (flag,) = self._copies.of([differs(embedding.detach(), first.detach())])
+                (flag,) = self._scalars.copy([differs(embedding.detach(), first.detach())])
                 self._differences.append((lane, flag))
         roots: list[Tensor] = []  # [lane_items, ...] each, and the loss
         weights: list[Tensor | None] = []
@@ -215,6 +222,8 @@ class WholeBatchPass(LanePass):
                     else:
                         returned = self.loss.fn(self.loss.model, embeddings)
                     loss, metrics = split_loss(returned, None)
+                if has_compiled_graphs(context.devices) and is_compiled(loss):
+                    raise LossError(GRAPHS_OF_LOSS)
                 input_gradients = (  # [items, ...] each, None if the loss does not use it
                     torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)
                     if inputs
@@ -229,7 +238,9 @@ class WholeBatchPass(LanePass):
                     " compute the loss in parts with activation checkpointing"
                 ) from error
         scalars = {"loss": loss.detach(), **metrics}
-        self._scalars = dict(zip(scalars, self._copies.of([*scalars.values()]), strict=True))
+        self._loss_scalars = dict(
+            zip(scalars, self._scalars.copy([*scalars.values()]), strict=True)
+        )
         self._loss = loss if has_lane_0 else None
         self._note_weights(gathered, dict(zip(map(id, inputs), input_gradients, strict=True)))
         yield None

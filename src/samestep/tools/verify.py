@@ -8,11 +8,14 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from samestep.errors import VerifyError
 from samestep.host import GREEN, RED, colored
 from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, explain
+
+# the fourth one captures, and its lanes are graphs already (`EAGER_CALLS` in step/graph_choice.py)
+STEPS_WITH_GRAPHS: Final = 4
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import RunSize, RunTrace, ScriptTracer
@@ -60,11 +63,16 @@ def main(options: argparse.Namespace) -> int:
         if not steps:
             raise VerifyError("the run ended before a worker was killed; increase --steps")
         runs.append(tracer.run_with_kills([largest, smallest], steps, random.Random(options.seed)))
+    note = ""
     if tracer.uses_graphs:
         runs.append(tracer.run(smallest, graphs=False))
-    note = ""
+        if options.steps < STEPS_WITH_GRAPHS:
+            note = (
+                "Note: no lane was a CUDA graph: they are captured in the fourth step at the"
+                f" earliest; use --steps {STEPS_WITH_GRAPHS}, or more"
+            )
     if isinstance(with_other_loaders, VerifyError) or tracer.loaders == 0:
-        note = describe_loaders(by_size[smallest], with_other_loaders, tracer)
+        note = describe_loaders(by_size[smallest], with_other_loaders, tracer) or note
     elif with_other_loaders is not None:  # in the runs that must be the same
         runs.append(with_other_loaders)
     return print_report(runs, tracer.lanes or 0, tracer.observations, tracer.buffers, note)

@@ -1,0 +1,194 @@
+"""What a lane computes besides gradients: its loss and metrics, on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from samestep.errors import LossError
+from samestep.torch_internals import divisors_of
+
+DIVISOR: Final = "divisor of the mean "  # and its number; no user's metric has this name
+
+
+def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]:
+    """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
+
+    Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
+    A metric may also be a boolean or integer tensor with an entry per item.
+    """
+    place = "the whole batch" if lane is None else f"lane {lane}"
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise LossError(
+            f"the loss function returned {len(returned)} values in {place}, but must return a"
+            " loss or (loss, dict of scalars by name); put all other scalars into the dict"
+        )
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise LossError(
+            f"the loss function must return a scalar tensor, got {_kind(loss)} in {place};"
+            f" return the mean over {'all' if lane is None else 'its'} items"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            f"the loss of {place} has no gradient; is the model frozen, or the loss detached or"
+            " computed under no_grad?"
+        )
+    if not isinstance(metrics, Mapping):
+        raise LossError(
+            "the loss function must return (loss, dict of scalars by name), got"
+            f" {type(metrics).__name__} instead of the dict"
+        )
+    detached = {name: _detached(name, value) for name, value in metrics.items()}
+    return loss, {name: value for name, value in detached.items() if value is not None}
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+
+
+def has_entries(value: Any) -> bool:
+    """Return whether a metric is a boolean or integer tensor with an entry per item.
+
+    A single integer is a scalar.
+    """
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False
+    is_integer = not (value.is_floating_point() or value.is_complex())
+    return value.dtype == torch.bool or (is_integer and value.numel() != 1)
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a metric has no entry, such as the accuracy of a lane without masked words."""
+    return has_entries(value) and value.numel() == 0
+
+
+def sum_of_entries(value: Tensor) -> Tensor:
+    """Return the sum and the number of entries, float64 [2], exact below 2**53.
+
+    A float32 mean is rounded in each lane, so that 382 right of 397 would not be one number.
+    """
+    total = value.sum(dtype=torch.int64).double()
+    return torch.stack([total, torch.full_like(total, value.numel())])
+
+
+def _detached(name: str, value: Any) -> Tensor | None:
+    """Return a metric as a scalar or [sum, entries], without a graph; None if it has no entry."""
+    if isinstance(value, Tensor):
+        if value.ndim == 0:
+            return value.detach()
+        if has_entries(value):
+            return sum_of_entries(value) if value.numel() else None
+        if value.numel() == 1:
+            return value.detach().reshape(())
+    else:
+        with suppress(TypeError, ValueError):
+            return torch.tensor(float(value), dtype=torch.float64)
+    advice = "return the mean over the lane's items, or an entry per item as booleans or integers"
+    raise LossError(f"metric {name!r} must be a scalar, got {_kind(value)}; {advice}")
+
+
+def _number(value: Tensor) -> float | list[float]:
+    """Return the value of a scalar, exactly, or [sum, entries]."""
+    numbers: list[float] = value.tolist() if value.ndim else [float(value)]
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+class LaneScalars:
+    """The scalars of one worker's lanes, which are read after `wait`."""
+
+    def __init__(self, *, has_divisors: bool) -> None:
+        """With `has_divisors`, what means are divided by is compared with a lane's samples."""
+        self._has_divisors = has_divisors
+        self._copies = HostCopies()
+        self.copy = self._copies.of  # begins to copy tensors to the host
+        self._results: list[tuple[int, float, dict[str, Tensor]]] = []  # lane, items, by name
+        # what the means of a lane's cross-entropies were divided by
+        self._divisors: list[tuple[int, float, list[Tensor]]] = []
+
+    def named(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a lane's scalars on its device, with what each cross-entropy was divided by."""
+        divisors = divisors_of(loss) if self._has_divisors else []
+        numbered = {f"{DIVISOR}{number}": value for number, value in enumerate(divisors)}
+        return {"loss": loss.detach(), **metrics, **numbered}
+
+    def note(self, lane: int, count: float, scalars: Mapping[str, Tensor]) -> None:
+        """Note a lane's loss, metrics and divisors, [] or [2] each, and begin to copy them.
+
+        A lane does so before its backward pass, so that reading waits only for its forward pass.
+        """
+        copies = dict(zip(scalars, self.copy([*scalars.values()]), strict=True))
+        divisors = [copies.pop(name) for name in scalars if name.startswith(DIVISOR)]
+        self._results.append((lane, count, copies))
+        if divisors:
+            self._divisors.append((lane, count, divisors))
+
+    def add(self, lane: int, count: float, copies: dict[str, Tensor]) -> None:
+        """Add a lane whose scalars are copied already."""
+        self._results.append((lane, count, copies))
+
+    def forget(self, lane: int) -> None:
+        """Forget a lane that is computed once more."""
+        self._results = [entry for entry in self._results if entry[0] != lane]
+        self._divisors = [entry for entry in self._divisors if entry[0] != lane]
+
+    def wait(self) -> None:
+        """Wait until all copies are complete: for all forward passes, not for the last backward."""
+        self._copies.wait()
+
+    def results(self) -> list[tuple[int, float, dict[str, Any]]]:
+        """Return (lane, items, metrics) in lane order, as JSON."""
+        results = [
+            (lane, count, {name: _number(value) for name, value in metrics.items()})
+            for lane, count, metrics in self._results
+        ]
+        return sorted(results, key=itemgetter(0))
+
+    def divisors(self) -> list[tuple[int, float, list[float]]]:
+        """Return (lane, items, divisors) of lanes with cross-entropies."""
+        return [(lane, count, [*map(float, values)]) for lane, count, values in self._divisors]
+
+
+class HostCopies:
+    """Copies scalar and 1-D tensors of GPUs to the host; only `wait` waits, once per GPU.
+
+    It does not wait for what a GPU computes after its last copy.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return float64 copies of a GPU's tensors, valid after `wait`; others as they are."""
+        copies = [*tensors]
+        for device in dict.fromkeys([tensor.device for tensor in tensors if tensor.is_cuda]):
+            numbers = [n for n, tensor in enumerate(tensors) if tensor.device == device]
+            # float64 [values], so that each GPU makes one copy
+            joined = torch.cat([tensors[n].double().reshape(-1) for n in numbers])
+            on_host = joined.to("cpu", non_blocking=True)  # in pinned memory
+            event = self._events.setdefault(device, torch.cuda.Event())
+            event.record(torch.cuda.current_stream(device))
+            sizes = [tensors[n].numel() for n in numbers]
+            for n, copy in zip(numbers, on_host.split(sizes), strict=True):
+                copies[n] = copy.reshape(tensors[n].shape)
+        return copies
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        for event in self._events.values():
+            event.synchronize()
+        self._events.clear()
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the values of scalar and 1-D tensors, with one wait per device."""
+    copies = HostCopies()
+    read = copies.of(tensors)
+    copies.wait()
+    return [tensor.double().reshape(-1).tolist() for tensor in read]
