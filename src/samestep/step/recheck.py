@@ -11,9 +11,7 @@ with such silent errors (Hochschild et al. 2021, "Cores that don't count").
 from __future__ import annotations
 
 import copy
-import json
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,7 +25,7 @@ from samestep.comm.base import World
 from samestep.data.batch import Batch, Incomplete
 from samestep.errors import ConfigError, RecheckError
 from samestep.step.gradients import Gradients
-from samestep.step.hashing import begin_hashes, hashes_of
+from samestep.step.hashing import begin_hashes, hashes_of, majority
 from samestep.step.lane_pass import LaneContext, LanePass
 from samestep.step.layout import lanes_of
 
@@ -203,7 +201,7 @@ class Verdict:
         self._computed = [[hashes] for hashes in self._third]
         self._computed[self.check.checker].insert(0, self.again)
         self._computed[self.check.owner].insert(0, self.first)
-        self._expected = _majority(self._third)
+        self._expected = majority(self._third)
         ranks = range(len(self.rows))
         outvoted = [rank for rank in ranks if any(map(self._is_wrong, self._computed[rank]))]
         self._is_certain = self._expected is not None and 2 * len(outvoted) < len(ranks)
@@ -262,7 +260,7 @@ class Verdict:
     def _differing(self) -> list[str]:
         """Return names of what differs: of parameters and buffers if they do, or of the lane."""
         states = [self._states[rank] for rank in self._ranks]
-        if (expected := _majority(self._states)) is not None:
+        if (expected := majority(self._states)) is not None:
             states.append(expected)
         if names := _differing_names(states):
             return names
@@ -270,13 +268,6 @@ class Verdict:
         if self._is_certain and self._expected is not None:
             lanes.append(self._expected)
         return list(map(self.check.name_of, _differing_names(lanes)))
-
-
-def _majority(values: Sequence[Hashes]) -> Hashes | None:
-    """Return the value of more than half of at least three workers, None if there is none."""
-    texts = [json.dumps(value) for value in values]
-    text, votes = Counter(texts).most_common(1)[0]
-    return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
 
 
 def _differing_names(values: Sequence[Hashes]) -> list[str]:
