@@ -1,12 +1,13 @@
 """Flipped bits that `recheck_every` finds, alarms without a fault, and what checks cost.
 
-usage: python -m benchmarks.recheck [--flips 1000] [--steps 2000] [--checks 40]
+usage: python -m benchmarks.recheck [--flips 1000] [--steps 10000] [--checks 40]
 
 - Flips: three workers check a lane in every step. In each trial, one bit is flipped on one of them:
   of activations or gradients, in one pass or in all of them, of a parameter, or of the optimizer's
   state. Whether a flip changed the checked lane is known from hashes of the same lane without it.
   Every flip that did must be found before the update, and only that worker be named.
-- Alarms: jobs train for `--steps` steps each on two workers, with a check in every step.
+- Alarms: ten jobs train for `--steps` steps each on two or three workers, with a check of a lane
+  and, if the optimizer is sharded, of an update in every step.
 - Cost: two workers with two lanes each train, and steps with a check are compared with the others.
 """
 
@@ -16,11 +17,12 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import cycle
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -33,6 +35,7 @@ from benchmarks.jobs import JOBS
 from benchmarks.jobs.job import LEARNING_RATE, Job
 from samestep.errors import DivergenceError, RecheckError
 from samestep.step.recheck import LaneCheck
+from samestep.step.update_check import UpdateCheck
 
 WORKERS: Final = 3
 LANES: Final = 6
@@ -41,6 +44,7 @@ EVERY: Final = 5  # steps between the checks whose cost is measured
 IN_LANES: Final = ("activations", "gradients", "parameters")
 PLACES: Final = (*IN_LANES, "optimizer state")
 COMPARE: Final = LaneCheck.compare
+COMPARE_UPDATES: Final = UpdateCheck._compare  # noqa: SLF001
 
 
 class Net(nn.Module):
@@ -221,45 +225,109 @@ def print_flips(trials: int) -> None:
             raise SystemExit(f"flips in {place} were not found, or wrong workers named")
 
 
-def train(steps: int, every: int, kind: str) -> int:
-    """Train a small job with dropout and BatchNorm as one of two workers; return its checks."""
-    checks = 0
+class Alarms(NamedTuple):
+    """A job without faults: its model, the dtypes it computes and sends in, and its workers."""
+
+    build: Callable[[], nn.Module]
+    is_sharded: bool = False
+    workers: int = 2
+    options: Mapping[str, str] = {}
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    streams: bool = False
+
+
+def dense() -> nn.Module:
+    """Return linear layers with dropout and BatchNorm, for inputs float32 [rows, 16]."""
+    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    return nn.Sequential(*layers)
+
+
+def convolutions() -> nn.Module:
+    """Return a convolution with BatchNorm, which sees the inputs as pictures [rows, 1, 4, 4]."""
+    layers = nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10))
+
+
+def attention() -> nn.Module:
+    """Return a transformer with dropout, which sees the inputs as tokens [rows, 4, 4]."""
+    layer = nn.TransformerEncoderLayer(4, 2, 16, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (4, 4)), layer, nn.Flatten(), nn.Linear(16, 10))
+
+
+ALARMS: Final = {
+    "replicated": Alarms(dense),
+    "sharded": Alarms(dense, is_sharded=True),
+    "streams": Alarms(dense, streams=True),
+    "three workers, sharded": Alarms(dense, is_sharded=True, workers=3),
+    "bfloat16": Alarms(dense, options={"precision": "bfloat16"}),
+    "exchange in bfloat16, sharded": Alarms(
+        dense, is_sharded=True, options={"exchange_dtype": "bfloat16"}
+    ),
+    "convolutions, sharded SGD": Alarms(
+        convolutions, is_sharded=True, optimizer=partial(torch.optim.SGD, momentum=0.9)
+    ),
+    "convolutions, Adam": Alarms(convolutions, workers=3, optimizer=torch.optim.Adam),
+    "attention, sharded": Alarms(attention, is_sharded=True),
+    "attention, fused": Alarms(
+        attention, is_sharded=True, optimizer=partial(torch.optim.AdamW, fused=True)
+    ),
+}
+
+
+def train(steps: int, every: int, kind: str) -> tuple[int, int]:
+    """Train a small job as one of several workers; return its checks of lanes and of updates."""
+    job, lanes, updates = ALARMS[kind], 0, 0
 
     def compared(check: LaneCheck, reports: Any) -> None:
-        nonlocal checks
+        nonlocal lanes
         COMPARE(check, reports)
-        checks += 1
+        lanes += 1
 
-    with patch.object(LaneCheck, "compare", compared), ss.init(lanes=4, recheck_every=every) as run:
-        layers = (
-            nn.Linear(16, 32),
-            nn.BatchNorm1d(32),
-            nn.GELU(),
-            nn.Dropout(0.2),
-            nn.Linear(32, 10),
-        )
-        model = run.replicate(nn.Sequential(*layers))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if kind == "sharded":
+    def compared_updates(check: UpdateCheck, rows: Sequence[Any]) -> None:
+        nonlocal updates
+        COMPARE_UPDATES(check, rows)
+        updates += all(row.hashes for row in rows)
+
+    patches = (
+        patch.object(LaneCheck, "compare", compared),
+        patch.object(UpdateCheck, "_compare", compared_updates),
+    )
+    options: dict[str, Any] = dict(job.options)
+    with (
+        patches[0],
+        patches[1],
+        ss.init(lanes=2 * job.workers, recheck_every=every, **options) as run,
+    ):
+        model = run.replicate(job.build())
+        optimizer = job.optimizer(model.parameters(), lr=1e-3)
+        if job.is_sharded:
             run.shard(optimizer)
         run.track(model=model, optimizer=optimizer)
         loop: Any = run.batches(points(512), 32, steps=steps)
-        if kind == "streams":
-            samples = points(512)
-            loop = run.streams(lambda lane: cycle([samples[lane::4]]), steps=steps, name="points")
+        if job.streams:
+            samples, count = points(512), run.lanes
+            loop = run.streams(
+                lambda lane: cycle([samples[lane::count]]), steps=steps, name="points"
+            )
         for batch in loop:
             run.backward(loss_fn, model, batch)
             run.clip_grad_norm(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return checks
+    return lanes, updates
 
 
 def print_alarms(steps: int) -> None:
     """Train without faults, with a check in every step."""
-    for kind in ("replicated", "sharded", "streams"):
-        checks = ss.launch(train, steps, 1, kind, workers=2)
-        print(f"{kind}: {checks} checks in {steps} steps, no alarm", flush=True)
+    total = 0
+    for kind, job in ALARMS.items():
+        lanes, updates = ss.launch(train, steps, 1, kind, workers=job.workers)
+        total += lanes
+        print(
+            f"{kind}: {lanes} lanes and {updates} updates checked in {steps} steps, no alarm"
+            f" ({total} in total)",
+            flush=True,
+        )
 
 
 def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
@@ -301,7 +369,7 @@ def main() -> None:
     """Make the measurements that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recheck")
     parser.add_argument("--flips", type=int, default=1000, help="flipped bits (default: 1000)")
-    parser.add_argument("--steps", type=int, default=2000, help="steps of a job (default: 2000)")
+    parser.add_argument("--steps", type=int, default=10000, help="steps of a job (default: 10000)")
     parser.add_argument("--checks", type=int, default=40, help="timed checks (default: 40)")
     options = parser.parse_args()
     if options.flips:

@@ -166,12 +166,12 @@ class DivergenceError(SamestepError):
 
 
 class RecheckError(SamestepError):
-    """A lane that was computed again has other bits, as on faulty hardware.
+    """A lane or an update that was computed again has other bits, as on faulty hardware.
 
     Attributes: `ranks`, `hosts` and `devices` (tuples) of the worker that the others outvoted, or
-    of all that may be wrong; `step`, `lane` and `tensor`, where the first difference is;
-    `is_certain` (bool): most workers agree that those of `ranks` are wrong. A launcher of several
-    hosts then goes on without theirs.
+    of all that may be wrong; `step`, `lane` (None in an update) and `tensor`, where the first
+    difference is; `is_certain` (bool): most workers agree that those of `ranks` are wrong. A
+    launcher of several hosts then goes on without theirs.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class RecheckError(SamestepError):
         hosts: tuple[str, ...] = (),
         devices: tuple[str, ...] = (),
         step: int = 0,
-        lane: int = 0,
+        lane: int | None = 0,
         tensor: str = "",
         is_certain: bool = False,
         is_secondary: bool = False,

@@ -21,4 +21,6 @@ def test_every_flip_that_changes_what_is_compared_is_found(monkeypatch, capsys):
 
 
 def test_training_without_faults_raises_no_alarm():
-    assert run_workers(train, 2, 5, 1, "streams") == [5, 5]
+    """Each of the jobs checks a lane in every step, and an update if its optimizer is sharded."""
+    assert run_workers(train, 2, 5, 1, "streams") == [(5, 0)] * 2
+    assert run_workers(train, 2, 5, 1, "attention, sharded") == [(5, 5)] * 2

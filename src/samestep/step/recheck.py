@@ -28,6 +28,8 @@ from samestep.step.gradients import Gradients
 from samestep.step.hashing import begin_hashes, hashes_of, majority
 from samestep.step.lane_pass import LaneContext, LanePass
 from samestep.step.layout import lanes_of
+from samestep.step.shard import Shard
+from samestep.step.update_check import UpdateCheck
 
 BATCH: Final = "the batch"
 NEEDS_FUNCTION: Final = (
@@ -45,9 +47,12 @@ Hashes = Mapping[str, int]
 class Recheck:
     """The checks of one worker: every `recheck_every` steps, each lane in turn."""
 
-    def __init__(self, context: LaneContext, modules: Sequence[Module]) -> None:
-        """`modules` are replicated, and may become more."""
-        self._context, self.modules = context, modules
+    def __init__(
+        self, context: LaneContext, modules: Sequence[Module], shards: Sequence[Shard]
+    ) -> None:
+        """`modules` are replicated, and may become more, as `shards` of optimizers may."""
+        self._context, self.modules, self._shards = context, modules, shards
+        self._updates: list[UpdateCheck] = []  # of the shards
         self._every = context.config.recheck_every or 0
         if context.devices[0].type == "cuda" and not context.config.deterministic:
             raise ConfigError(NOT_DETERMINISTIC.format(self._every))
@@ -60,6 +65,10 @@ class Recheck:
         """
         if lane_pass.loss.fn is None:
             raise ConfigError(NEEDS_FUNCTION.format(self._every))
+        for shard in self._shards[len(self._updates) :]:
+            self._updates.append(UpdateCheck(shard, self._context.world, self.name_of))
+        for update in self._updates:
+            update.begin(lane_pass.seed[0], self._every)
         number, rest = divmod(lane_pass.seed[0] + 1, self._every)
         if rest:
             return None
@@ -78,6 +87,20 @@ class Recheck:
     def note_passed(self, step: int) -> None:
         """Remember the last step whose check found nothing."""
         self.passed_step = step
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers of all modules, with names for messages."""
+        for number, module in enumerate(self.modules):
+            of = f"module {number} ({type(module).__name__})"
+            for name, parameter in module.named_parameters():
+                yield f"the parameter {name!r} of {of}", parameter
+            for name, buffer in module.named_buffers():
+                yield f"the buffer {name!r} of {of}", buffer
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a parameter or buffer, or its shape if no module has it."""
+        names = (name for name, named in self.named_state() if named is tensor)
+        return next(names, f"a parameter of shape {tuple(tensor.shape)}")
 
 
 def _checker(world: World, owner: int, turn: int) -> int:
@@ -162,25 +185,14 @@ class LaneCheck:
 
     def _hashes_of_state(self) -> Hashes:
         """Return hashes of all parameters and buffers, which are equal on all workers."""
-        tensors = dict(self.named_state())
+        tensors = dict(self.recheck.named_state())
         return dict(zip(tensors, begin_hashes([*tensors.values()])(), strict=True))
-
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers of all modules, with names for messages."""
-        for number, module in enumerate(self.recheck.modules):
-            of = f"module {number} ({type(module).__name__})"
-            for name, parameter in module.named_parameters():
-                yield f"the parameter {name!r} of {of}", parameter
-            for name, buffer in module.named_buffers():
-                yield f"the buffer {name!r} of {of}", buffer
 
     def name_of(self, key: str) -> str:
         """Return the name of what a hash stands for."""
         if not key.isdigit():
             return key
-        parameter = self.lane_pass.parameters[int(key)]
-        names = {id(tensor): name for name, tensor in self.named_state()}
-        return f"the gradient of {names.get(id(parameter), f'parameter {key}')}"
+        return f"the gradient of {self.recheck.name_of(self.lane_pass.parameters[int(key)])}"
 
 
 @dataclass
