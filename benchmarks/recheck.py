@@ -4,8 +4,10 @@ usage: python -m benchmarks.recheck [--flips 1000] [--steps 10000] [--checks 40]
 
 - Flips: three workers check a lane in every step. In each trial, one bit is flipped on one of them:
   of activations or gradients, in one pass or in all of them, of a parameter, or of the optimizer's
-  state. Whether a flip changed the checked lane is known from hashes of the same lane without it.
-  Every flip that did must be found before the update, and only that worker be named.
+  state; and of the slice whose update is checked, in the state, before the update or after it.
+  Whether a flip changed the checked lane is known from hashes of the same lane without it, and
+  whether it changed an update from the same update without it. Every flip that did must be found
+  before the update, or before a snapshot, and only that worker be named.
 - Alarms: ten jobs train for `--steps` steps each on two or three workers, with a check of a lane
   and, if the optimizer is sharded, of an update in every step.
 - Cost: two workers with two lanes each train, and steps with a check are compared with the others.
@@ -42,7 +44,9 @@ LANES: Final = 6
 BATCH: Final = 24
 EVERY: Final = 5  # steps between the checks whose cost is measured
 IN_LANES: Final = ("activations", "gradients", "parameters")
-PLACES: Final = (*IN_LANES, "optimizer state")
+# of a sharded optimizer: between two updates, before and after one
+IN_UPDATES: Final = ("sharded state", "slice before its update", "slice after its update")
+PLACES: Final = (*IN_LANES, "optimizer state", *IN_UPDATES)
 COMPARE: Final = LaneCheck.compare
 COMPARE_UPDATES: Final = UpdateCheck._compare  # noqa: SLF001
 
@@ -91,9 +95,9 @@ class Flip:
         self.passes = 0
 
     def flip(self, tensor: Tensor) -> None:
-        """Flip the bit in place."""
-        words = tensor.detach().view(-1).view(torch.int32)
-        words[int(self.element * len(words))] ^= -(1 << 31) if self.bit == 31 else 1 << self.bit
+        """Flip the bit in place, which torch does not see, as it would see a change by code."""
+        words = tensor.detach().view(-1).view(torch.int32).numpy().view("uint32")
+        words[int(self.element * len(words))] ^= 1 << self.bit
 
     def flipped(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a pass, with the bit flipped if it is in this pass."""
@@ -129,6 +133,9 @@ class Trials:
         self._model = run.replicate(Net())
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         run.track(model=self._model, optimizer=self._optimizer)
+        self._divided = run.replicate(Net())
+        parameters = self._divided.parameters()
+        self._sharded = run.shard(torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
 
     def compared(self, check: LaneCheck, reports: Any) -> None:
         """Do what `LaneCheck.compare` does, and keep what it compares."""
@@ -139,10 +146,14 @@ class Trials:
         """Make a trial per step, after a first step."""
         for batch in self.run.batches(points(8 * BATCH), BATCH, steps=trials + 1):
             flip = Flip(self.run.step - 1) if self.run.step else None
+            if flip is None:
+                self._update(batch)
+            elif flip.place in IN_UPDATES:
+                self._try_update(flip, batch)
             if flip is not None and flip.place in IN_LANES:
                 self._try_lanes(flip, batch)
             self.run.backward(loss_fn, self._model, batch)
-            if flip is not None and flip.place not in IN_LANES:
+            if flip is not None and flip.place == "optimizer state":
                 self._try_state(flip)
             else:
                 self._optimizer.step()
@@ -163,6 +174,53 @@ class Trials:
                     raise SystemExit("gradients were left after an error") from raised
         self._model.zero_grad()
         is_changed = any(hashes != expected for hashes in self._hashes)
+        is_right = error is not None and error.is_certain and error.ranks == (flip.rank,)
+        self._count(flip, is_changed=is_changed, is_found=error is not None, is_right=is_right)
+
+    def _update(self, batch: Any, flip: Flip | None = None) -> RecheckError | None:
+        """Update the slices of all workers, with a flip in that of one; return the error."""
+        segments = self._sharded.param_groups[0]["params"]  # of this worker
+
+        def act(place: str) -> None:
+            if flip is not None and flip.place == place:
+                for segment in segments:
+                    state = self._sharded.state[segment]
+                    flip.flip(state["momentum_buffer"] if place == IN_UPDATES[0] else segment)
+
+        act(IN_UPDATES[0])
+        self.run.backward(loss_fn, self._divided, batch)
+        act(IN_UPDATES[1])
+        # before the hook that sends parameters
+        handle = self._sharded.register_step_post_hook(lambda *_: act(IN_UPDATES[2]))
+        self._sharded._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # noqa: SLF001
+        try:
+            self._sharded.step()
+        except RecheckError as error:
+            return error
+        finally:
+            handle.remove()
+        return None
+
+    def _slices(self) -> list[Tensor]:
+        """Return this worker's slices of the parameters and of the state."""
+        segments = self._sharded.param_groups[0]["params"]
+        buffers = [self._sharded.state[segment]["momentum_buffer"] for segment in segments]
+        return [tensor.detach() for tensor in (*segments, *buffers)]
+
+    def _try_update(self, flip: Flip, batch: Any) -> None:
+        """Make an update with a flip on the worker whose slice is checked, and then without one."""
+        tensors = [*self._divided.state_dict().values(), *self._slices()]
+        before = [tensor.clone() for tensor in tensors]
+        flip.rank = self.run.step % WORKERS
+        error = self._update(batch, flip if self.run.rank == flip.rank else None)
+        changed = bytes_of(self._slices())
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+        if self._update(batch) is not None:
+            raise SystemExit("an alarm without a fault")
+        # a flip of the state is compared before the update, which may round it off
+        is_changed = flip.place == IN_UPDATES[0] or changed != bytes_of(self._slices())
+        is_changed = self.run.all_gather(is_changed)[flip.rank]
         is_right = error is not None and error.is_certain and error.ranks == (flip.rank,)
         self._count(flip, is_changed=is_changed, is_found=error is not None, is_right=is_right)
 
@@ -330,7 +388,7 @@ def print_alarms(steps: int) -> None:
         )
 
 
-def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
+def costs(name: str, checks: int, *, is_sharded: bool) -> tuple[list[float], list[float]]:
     """Return the seconds of steps without and with a check, on one of two workers."""
     job: Job = JOBS[name]
     model, dataset, job_loss = job.build()
@@ -338,6 +396,8 @@ def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
     with ss.init(lanes=4, recheck_every=EVERY, check_every=None, hot_every=None) as run:
         model = run.replicate(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        if is_sharded:
+            run.shard(optimizer)
         run.track(model=model, optimizer=optimizer)
         started = 0.0
         for batch in run.batches(dataset, job.batch_size, steps=(checks + 1) * EVERY + 1):
@@ -353,14 +413,15 @@ def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
 
 def print_costs(checks: int) -> None:
     """Print what one check per 100 steps costs, from the medians of steps with and without."""
-    for name in ("mlp", "vit"):
-        plain, checked = ss.launch(costs, name, checks, workers=2)
+    for name, is_sharded in (("mlp", False), ("mlp", True), ("vit", False)):
+        plain, checked = ss.launch(partial(costs, is_sharded=is_sharded), name, checks, workers=2)
         low, step, high = statistics.quantiles(plain, n=4)
         ratios = [seconds / step for seconds in statistics.quantiles(checked, n=4)]
         print(
-            f"{name}: a step takes {1e3 * step:.2f} ms (quartiles {1e3 * low:.2f} to"
-            f" {1e3 * high:.2f}), one with a check {ratios[1]:.2f} times as long (quartiles"
-            f" {ratios[0]:.2f} to {ratios[2]:.2f}), or {ratios[1] - 1:.2f}% with recheck_every=100",
+            f"{name}{', sharded' * is_sharded}: a step takes {1e3 * step:.2f} ms (quartiles"
+            f" {1e3 * low:.2f} to {1e3 * high:.2f}), one with a check {ratios[1]:.2f} times as long"
+            f" (quartiles {ratios[0]:.2f} to {ratios[2]:.2f}), or {ratios[1] - 1:.2f}% with"
+            " recheck_every=100",
             flush=True,
         )
 

@@ -134,17 +134,24 @@ class Mixed(nn.Module):
         return self.head(self.first(inputs.flatten(1)).relu().bfloat16()).float()
 
 
-def repeated():
-    """Train with every optimizer that can be sharded; return how many updates were repeated."""
+@contextmanager
+def noted():
+    """Note in the block, for each check, whether all workers have equal hashes of an update."""
     compared, compare = [], UpdateCheck._compare
 
-    def noted(check, rows):
+    def noting(check, rows):
         compared.append(all(row.hashes and row.hashes == rows[0].hashes for row in rows))
         compare(check, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UpdateCheck, "_compare", noted)
+        patch.setattr(UpdateCheck, "_compare", noting)
         patch.setattr(update_check, "PART", 128)
+        yield compared
+
+
+def repeated():
+    """Train with every optimizer that can be sharded; return whether updates were repeated."""
+    with noted() as compared:
         for optimizer_class in ELEMENTWISE:
             train_with(None, make=optimizer_class, steps=3, model_of=Mixed)
         for make in partial(torch.optim.SGD, momentum=0.9), partial(torch.optim.AdamW, fused=True):
@@ -155,3 +162,58 @@ def repeated():
 def test_every_optimizer_that_can_be_sharded_is_repeated_with_the_same_bits():
     first, second = run_workers(repeated, 2)
     assert first == second == [True] * 3 * (len(ELEMENTWISE) + 2)
+
+
+def changed_by_code():
+    """Change what an update reads in each step; return whether the update was repeated."""
+    with noted() as compared, ss.init(lanes=2, recheck_every=1) as run:
+        model = run.replicate(Mixed())
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        scaler = run.grad_scaler(init_scale=4.0)
+        run.track(model=model, optimizer=optimizer, scaler=scaler)
+
+        def loss_fn(model, batch):
+            loss, scalars = classify(model, batch)
+            return scaler.scale(loss), scalars
+
+        def halve(*_):
+            own[0].grad.mul_(0.5)
+
+        def add_hook():
+            optimizer.register_step_pre_hook(halve)
+
+        @torch.no_grad()
+        def write_slice():
+            own[0].mul_(0.9)
+
+        @torch.no_grad()
+        def clear_state():
+            optimizer.state[own[0]]["exp_avg"].zero_()
+
+        def load():
+            optimizer.load_state_dict(optimizer.state_dict())
+
+        actions = [
+            lambda: None,
+            add_hook,
+            clear_state,
+            load,
+            write_slice,
+            lambda: None,
+        ]
+        for batch, act in zip(run.batches(images(24), 12, steps=6), actions, strict=True):
+            own = optimizer.param_groups[0]["params"]
+            run.backward(loss_fn, model, batch)
+            act()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return compared
+
+
+def test_what_code_changes_is_no_fault():
+    """The update of a slice that its owner has written cannot be repeated, which is no error.
+
+    Nor can that in which a hook is new.
+    """
+    assert run_workers(changed_by_code, 2) == [[True, False, True, True, False, True]] * 2

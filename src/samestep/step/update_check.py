@@ -25,7 +25,7 @@ from samestep.errors import RecheckError
 from samestep.step.flat_buffer import Segment, is_elementwise, state_of
 from samestep.step.hashing import bytes_of, hashes_of, majority
 from samestep.step.shard import Shard
-from samestep.torch_internals import step_without_hooks, versions_of
+from samestep.torch_internals import step_pre_hooks, step_without_hooks, versions_of
 
 PART: Final = 1 << 18  # elements whose update is repeated in a check; some megabytes are sent
 PARAMETER: Final = ""  # beside the names of an optimizer's state
@@ -86,10 +86,12 @@ class UpdateCheck:
         is_next_due = (step + 2) % every == 0
         if self._shard.across == "host" or (rest and not is_next_due):
             return
+        is_new = self._handle is None or step != self._step  # not another pass before the update
+        if not rest and is_new:
+            self._step, self._number, self._versions = step, number - 1, self._flat_versions()
         if not rest and self._handle is None:
             # the last hook, after those of user code that change gradients
             self._handle = self._shard.optimizer.register_step_pre_hook(self._before_update)
-            self._step, self._number, self._versions = step, number - 1, self._flat_versions()
         self._shard.after_update(partial(self._after_update, is_next_due=is_next_due))
 
     def _flat_versions(self) -> list[int]:
@@ -101,10 +103,10 @@ class UpdateCheck:
         """Repeat an update of another worker before it is made. Collective."""
         turn, owner = divmod(self._number, self._world.size)
         self._changed, self._part, self._hashes = self._changes(), None, {}
-        sent = b""
-        # a closure may compute the gradient anew
-        if self._world.rank == owner and len(args) == 1 and not kwargs:
-            sent = self._pack(turn)
+        # a closure, or a hook that was added since the step began, may still change the gradient
+        *_, last = step_pre_hooks(self._shard.optimizer)
+        is_final = len(args) == 1 and not kwargs and last == self._before_update
+        sent = self._pack(turn) if self._world.rank == owner and is_final else b""
         what = f"repeating the update of worker {owner}"
         received = self._world.all_gather_bytes(sent, what)[owner]
         if received and self._world.rank != owner:
