@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 import samestep as ss
+from samestep.config import Config
 from samestep.errors import RecheckError
 from samestep.step import update_check
-from samestep.step.shard import ELEMENTWISE
+from samestep.step.lane_engine import LaneEngine
+from samestep.step.shard import ELEMENTWISE, Shard
 from samestep.step.update_check import UpdateCheck
+from tests.bits import bits
 from tests.jobs import Net, classify, images
+from tests.step.test_lane_engine import LANES, backward, model_of
 from tests.workers import run_workers
+from tests.worlds import on_hosts
 
 STEPS = 6
 AT = 4  # the step of a fault
@@ -217,3 +222,25 @@ def test_what_code_changes_is_no_fault():
     Nor can that in which a hook is new.
     """
     assert run_workers(changed_by_code, 2) == [[True, False, True, True, False, True]] * 2
+
+
+def divided_among_hosts(world, across):
+    """Return whether the updates of an optimizer of several hosts were repeated, and its model."""
+    with noted() as compared:
+        engine = LaneEngine(world, Config(recheck_every=1), LANES, [torch.device("cpu")])
+        model = model_of(engine)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine.shards.append(Shard(optimizer, LANES, world, across=across))
+        for step in range(6):
+            backward(engine, model, step=step)
+            optimizer.step()
+    return compared, {name: bits(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_hosts_repeat_the_updates_of_others_unless_each_updates_everything():
+    divided = on_hosts(2, 4, divided_among_hosts, "world")
+    everywhere = on_hosts(2, 4, divided_among_hosts, "host")
+    for rank in range(4):
+        # the last worker's slice has only parameters without a gradient
+        assert divided[rank][0] == [True, True, True, False, True, True]
+        assert everywhere[rank] == ([], divided[0][1])
