@@ -1,12 +1,15 @@
 """Flipped bits that `recheck_every` finds, alarms without a fault, and what checks cost.
 
-usage: python -m benchmarks.recheck [--flips 1000] [--steps 2000] [--checks 40]
+usage: python -m benchmarks.recheck [--flips 1000] [--steps 10000] [--checks 40]
 
 - Flips: three workers check a lane in every step. In each trial, one bit is flipped on one of them:
   of activations or gradients, in one pass or in all of them, of a parameter, or of the optimizer's
-  state. Whether a flip changed the checked lane is known from hashes of the same lane without it.
-  Every flip that did must be found before the update, and only that worker be named.
-- Alarms: jobs train for `--steps` steps each on two workers, with a check in every step.
+  state; and of the slice whose update is checked, in the state, before the update or after it.
+  Whether a flip changed the checked lane is known from hashes of the same lane without it, and
+  whether it changed an update from the same update without it. Every flip that did must be found
+  before the update, or before a snapshot, and only that worker be named.
+- Alarms: ten jobs train for `--steps` steps each on two or three workers, with a check of a lane
+  and, if the optimizer is sharded, of an update in every step.
 - Cost: two workers with two lanes each train, and steps with a check are compared with the others.
 """
 
@@ -16,11 +19,12 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import cycle
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -33,14 +37,18 @@ from benchmarks.jobs import JOBS
 from benchmarks.jobs.job import LEARNING_RATE, Job
 from samestep.errors import DivergenceError, RecheckError
 from samestep.step.recheck import LaneCheck
+from samestep.step.update_check import UpdateCheck
 
 WORKERS: Final = 3
 LANES: Final = 6
 BATCH: Final = 24
 EVERY: Final = 5  # steps between the checks whose cost is measured
 IN_LANES: Final = ("activations", "gradients", "parameters")
-PLACES: Final = (*IN_LANES, "optimizer state")
+# of a sharded optimizer: between two updates, before and after one
+IN_UPDATES: Final = ("sharded state", "slice before its update", "slice after its update")
+PLACES: Final = (*IN_LANES, "optimizer state", *IN_UPDATES)
 COMPARE: Final = LaneCheck.compare
+COMPARE_UPDATES: Final = UpdateCheck._compare  # noqa: SLF001
 
 
 class Net(nn.Module):
@@ -87,9 +95,9 @@ class Flip:
         self.passes = 0
 
     def flip(self, tensor: Tensor) -> None:
-        """Flip the bit in place."""
-        words = tensor.detach().view(-1).view(torch.int32)
-        words[int(self.element * len(words))] ^= -(1 << 31) if self.bit == 31 else 1 << self.bit
+        """Flip the bit in place, which torch does not see, as it would see a change by code."""
+        words = tensor.detach().view(-1).view(torch.int32).numpy().view("uint32")
+        words[int(self.element * len(words))] ^= 1 << self.bit
 
     def flipped(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a pass, with the bit flipped if it is in this pass."""
@@ -125,6 +133,9 @@ class Trials:
         self._model = run.replicate(Net())
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         run.track(model=self._model, optimizer=self._optimizer)
+        self._divided = run.replicate(Net())
+        parameters = self._divided.parameters()
+        self._sharded = run.shard(torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
 
     def compared(self, check: LaneCheck, reports: Any) -> None:
         """Do what `LaneCheck.compare` does, and keep what it compares."""
@@ -135,10 +146,14 @@ class Trials:
         """Make a trial per step, after a first step."""
         for batch in self.run.batches(points(8 * BATCH), BATCH, steps=trials + 1):
             flip = Flip(self.run.step - 1) if self.run.step else None
+            if flip is None:
+                self._update(batch)
+            elif flip.place in IN_UPDATES:
+                self._try_update(flip, batch)
             if flip is not None and flip.place in IN_LANES:
                 self._try_lanes(flip, batch)
             self.run.backward(loss_fn, self._model, batch)
-            if flip is not None and flip.place not in IN_LANES:
+            if flip is not None and flip.place == "optimizer state":
                 self._try_state(flip)
             else:
                 self._optimizer.step()
@@ -159,6 +174,53 @@ class Trials:
                     raise SystemExit("gradients were left after an error") from raised
         self._model.zero_grad()
         is_changed = any(hashes != expected for hashes in self._hashes)
+        is_right = error is not None and error.is_certain and error.ranks == (flip.rank,)
+        self._count(flip, is_changed=is_changed, is_found=error is not None, is_right=is_right)
+
+    def _update(self, batch: Any, flip: Flip | None = None) -> RecheckError | None:
+        """Update the slices of all workers, with a flip in that of one; return the error."""
+        segments = self._sharded.param_groups[0]["params"]  # of this worker
+
+        def act(place: str) -> None:
+            if flip is not None and flip.place == place:
+                for segment in segments:
+                    state = self._sharded.state[segment]
+                    flip.flip(state["momentum_buffer"] if place == IN_UPDATES[0] else segment)
+
+        act(IN_UPDATES[0])
+        self.run.backward(loss_fn, self._divided, batch)
+        act(IN_UPDATES[1])
+        # before the hook that sends parameters
+        handle = self._sharded.register_step_post_hook(lambda *_: act(IN_UPDATES[2]))
+        self._sharded._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # noqa: SLF001
+        try:
+            self._sharded.step()
+        except RecheckError as error:
+            return error
+        finally:
+            handle.remove()
+        return None
+
+    def _slices(self) -> list[Tensor]:
+        """Return this worker's slices of the parameters and of the state."""
+        segments = self._sharded.param_groups[0]["params"]
+        buffers = [self._sharded.state[segment]["momentum_buffer"] for segment in segments]
+        return [tensor.detach() for tensor in (*segments, *buffers)]
+
+    def _try_update(self, flip: Flip, batch: Any) -> None:
+        """Make an update with a flip on the worker whose slice is checked, and then without one."""
+        tensors = [*self._divided.state_dict().values(), *self._slices()]
+        before = [tensor.clone() for tensor in tensors]
+        flip.rank = self.run.step % WORKERS
+        error = self._update(batch, flip if self.run.rank == flip.rank else None)
+        changed = bytes_of(self._slices())
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+        if self._update(batch) is not None:
+            raise SystemExit("an alarm without a fault")
+        # a flip of the state is compared before the update, which may round it off
+        is_changed = flip.place == IN_UPDATES[0] or changed != bytes_of(self._slices())
+        is_changed = self.run.all_gather(is_changed)[flip.rank]
         is_right = error is not None and error.is_certain and error.ranks == (flip.rank,)
         self._count(flip, is_changed=is_changed, is_found=error is not None, is_right=is_right)
 
@@ -221,48 +283,112 @@ def print_flips(trials: int) -> None:
             raise SystemExit(f"flips in {place} were not found, or wrong workers named")
 
 
-def train(steps: int, every: int, kind: str) -> int:
-    """Train a small job with dropout and BatchNorm as one of two workers; return its checks."""
-    checks = 0
+class Alarms(NamedTuple):
+    """A job without faults: its model, the dtypes it computes and sends in, and its workers."""
+
+    build: Callable[[], nn.Module]
+    is_sharded: bool = False
+    workers: int = 2
+    options: Mapping[str, str] = {}
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    streams: bool = False
+
+
+def dense() -> nn.Module:
+    """Return linear layers with dropout and BatchNorm, for inputs float32 [rows, 16]."""
+    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    return nn.Sequential(*layers)
+
+
+def convolutions() -> nn.Module:
+    """Return a convolution with BatchNorm, which sees the inputs as pictures [rows, 1, 4, 4]."""
+    layers = nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10))
+
+
+def attention() -> nn.Module:
+    """Return a transformer with dropout, which sees the inputs as tokens [rows, 4, 4]."""
+    layer = nn.TransformerEncoderLayer(4, 2, 16, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (4, 4)), layer, nn.Flatten(), nn.Linear(16, 10))
+
+
+ALARMS: Final = {
+    "replicated": Alarms(dense),
+    "sharded": Alarms(dense, is_sharded=True),
+    "streams": Alarms(dense, streams=True),
+    "three workers, sharded": Alarms(dense, is_sharded=True, workers=3),
+    "bfloat16": Alarms(dense, options={"precision": "bfloat16"}),
+    "exchange in bfloat16, sharded": Alarms(
+        dense, is_sharded=True, options={"exchange_dtype": "bfloat16"}
+    ),
+    "convolutions, sharded SGD": Alarms(
+        convolutions, is_sharded=True, optimizer=partial(torch.optim.SGD, momentum=0.9)
+    ),
+    "convolutions, Adam": Alarms(convolutions, workers=3, optimizer=torch.optim.Adam),
+    "attention, sharded": Alarms(attention, is_sharded=True),
+    "attention, fused": Alarms(
+        attention, is_sharded=True, optimizer=partial(torch.optim.AdamW, fused=True)
+    ),
+}
+
+
+def train(steps: int, every: int, kind: str) -> tuple[int, int]:
+    """Train a small job as one of several workers; return its checks of lanes and of updates."""
+    job, lanes, updates = ALARMS[kind], 0, 0
 
     def compared(check: LaneCheck, reports: Any) -> None:
-        nonlocal checks
+        nonlocal lanes
         COMPARE(check, reports)
-        checks += 1
+        lanes += 1
 
-    with patch.object(LaneCheck, "compare", compared), ss.init(lanes=4, recheck_every=every) as run:
-        layers = (
-            nn.Linear(16, 32),
-            nn.BatchNorm1d(32),
-            nn.GELU(),
-            nn.Dropout(0.2),
-            nn.Linear(32, 10),
-        )
-        model = run.replicate(nn.Sequential(*layers))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if kind == "sharded":
+    def compared_updates(check: UpdateCheck, rows: Sequence[Any]) -> None:
+        nonlocal updates
+        COMPARE_UPDATES(check, rows)
+        updates += all(row.hashes for row in rows)
+
+    patches = (
+        patch.object(LaneCheck, "compare", compared),
+        patch.object(UpdateCheck, "_compare", compared_updates),
+    )
+    options: dict[str, Any] = dict(job.options)
+    with (
+        patches[0],
+        patches[1],
+        ss.init(lanes=2 * job.workers, recheck_every=every, **options) as run,
+    ):
+        model = run.replicate(job.build())
+        optimizer = job.optimizer(model.parameters(), lr=1e-3)
+        if job.is_sharded:
             run.shard(optimizer)
         run.track(model=model, optimizer=optimizer)
         loop: Any = run.batches(points(512), 32, steps=steps)
-        if kind == "streams":
-            samples = points(512)
-            loop = run.streams(lambda lane: cycle([samples[lane::4]]), steps=steps, name="points")
+        if job.streams:
+            samples, count = points(512), run.lanes
+            loop = run.streams(
+                lambda lane: cycle([samples[lane::count]]), steps=steps, name="points"
+            )
         for batch in loop:
             run.backward(loss_fn, model, batch)
             run.clip_grad_norm(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return checks
+    return lanes, updates
 
 
 def print_alarms(steps: int) -> None:
     """Train without faults, with a check in every step."""
-    for kind in ("replicated", "sharded", "streams"):
-        checks = ss.launch(train, steps, 1, kind, workers=2)
-        print(f"{kind}: {checks} checks in {steps} steps, no alarm", flush=True)
+    total = 0
+    for kind, job in ALARMS.items():
+        lanes, updates = ss.launch(train, steps, 1, kind, workers=job.workers)
+        total += lanes
+        print(
+            f"{kind}: {lanes} lanes and {updates} updates checked in {steps} steps, no alarm"
+            f" ({total} in total)",
+            flush=True,
+        )
 
 
-def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
+def costs(name: str, checks: int, *, is_sharded: bool) -> tuple[list[float], list[float]]:
     """Return the seconds of steps without and with a check, on one of two workers."""
     job: Job = JOBS[name]
     model, dataset, job_loss = job.build()
@@ -270,6 +396,8 @@ def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
     with ss.init(lanes=4, recheck_every=EVERY, check_every=None, hot_every=None) as run:
         model = run.replicate(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        if is_sharded:
+            run.shard(optimizer)
         run.track(model=model, optimizer=optimizer)
         started = 0.0
         for batch in run.batches(dataset, job.batch_size, steps=(checks + 1) * EVERY + 1):
@@ -285,14 +413,15 @@ def costs(name: str, checks: int) -> tuple[list[float], list[float]]:
 
 def print_costs(checks: int) -> None:
     """Print what one check per 100 steps costs, from the medians of steps with and without."""
-    for name in ("mlp", "vit"):
-        plain, checked = ss.launch(costs, name, checks, workers=2)
+    for name, is_sharded in (("mlp", False), ("mlp", True), ("vit", False)):
+        plain, checked = ss.launch(partial(costs, is_sharded=is_sharded), name, checks, workers=2)
         low, step, high = statistics.quantiles(plain, n=4)
         ratios = [seconds / step for seconds in statistics.quantiles(checked, n=4)]
         print(
-            f"{name}: a step takes {1e3 * step:.2f} ms (quartiles {1e3 * low:.2f} to"
-            f" {1e3 * high:.2f}), one with a check {ratios[1]:.2f} times as long (quartiles"
-            f" {ratios[0]:.2f} to {ratios[2]:.2f}), or {ratios[1] - 1:.2f}% with recheck_every=100",
+            f"{name}{', sharded' * is_sharded}: a step takes {1e3 * step:.2f} ms (quartiles"
+            f" {1e3 * low:.2f} to {1e3 * high:.2f}), one with a check {ratios[1]:.2f} times as long"
+            f" (quartiles {ratios[0]:.2f} to {ratios[2]:.2f}), or {ratios[1] - 1:.2f}% with"
+            " recheck_every=100",
             flush=True,
         )
 
@@ -301,7 +430,7 @@ def main() -> None:
     """Make the measurements that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recheck")
     parser.add_argument("--flips", type=int, default=1000, help="flipped bits (default: 1000)")
-    parser.add_argument("--steps", type=int, default=2000, help="steps of a job (default: 2000)")
+    parser.add_argument("--steps", type=int, default=10000, help="steps of a job (default: 10000)")
     parser.add_argument("--checks", type=int, default=40, help="timed checks (default: 40)")
     options = parser.parse_args()
     if options.flips:

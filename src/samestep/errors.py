@@ -140,16 +140,38 @@ class OutOfMemoryError(SamestepError, MemoryError):
 
 
 class DivergenceError(SamestepError):
-    """Replicated state differs between workers; names the step, the tensor and the workers."""
+    """Replicated state differs between workers; names the step, the tensor and the workers.
+
+    Attributes: `ranks` and `hosts` (tuples) of the workers that differ from the majority, or of all
+    if there is none; `step` and `tensor`, where the first difference is; `is_certain` (bool): with
+    `recheck_every`, most of at least three workers have the same state. A launcher of several hosts
+    then goes on without those of the others.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        hosts: tuple[str, ...] = (),
+        step: int = 0,
+        tensor: str = "",
+        is_certain: bool = False,
+        is_secondary: bool = False,
+    ) -> None:
+        super().__init__(text)
+        self.ranks, self.hosts, self.step, self.tensor = ranks, hosts, step, tensor
+        self.is_certain = self.is_retryable = is_certain
+        self.is_secondary = is_secondary
 
 
 class RecheckError(SamestepError):
-    """A lane that was computed again has other bits, as on faulty hardware.
+    """A lane or an update that was computed again has other bits, as on faulty hardware.
 
     Attributes: `ranks`, `hosts` and `devices` (tuples) of the worker that the others outvoted, or
-    of all that may be wrong; `step`, `lane` and `tensor`, where the first difference is;
-    `is_certain` (bool): most workers agree that those of `ranks` are wrong. A launcher of several
-    hosts then goes on without theirs.
+    of all that may be wrong; `step`, `lane` (None in an update) and `tensor`, where the first
+    difference is; `is_certain` (bool): most workers agree that those of `ranks` are wrong. A
+    launcher of several hosts then goes on without theirs.
     """
 
     def __init__(
@@ -160,7 +182,7 @@ class RecheckError(SamestepError):
         hosts: tuple[str, ...] = (),
         devices: tuple[str, ...] = (),
         step: int = 0,
-        lane: int = 0,
+        lane: int | None = 0,
         tensor: str = "",
         is_certain: bool = False,
         is_secondary: bool = False,

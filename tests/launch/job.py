@@ -50,11 +50,13 @@ class Fault:
         if self.does == "flip":  # a bit of each gradient from now on
             parameter = next(run._lanes.models.modules[0].parameters())
             parameter.register_hook(lambda gradient: flipped(gradient.clone()))
+        if self.does == "flip parameter":  # once, after the update
+            flipped(next(run._lanes.models.modules[0].parameters()).detach())
 
 
-def flipped(gradient: torch.Tensor) -> torch.Tensor:
-    gradient.view(torch.int32)[0] ^= 1
-    return gradient
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.int32)[0] ^= 1
+    return tensor
 
 
 def main(directory, fault='{"workers": 0, "rank": 0, "step": 0, "does": ""}'):

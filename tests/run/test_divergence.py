@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import samestep as ss
+from samestep.launch.attempt import WorkerFailure
 from samestep.run import divergence
 from samestep.run.divergence import LaneObserver, checksums, digest
 from samestep.step.lane_pass import LossSpec
@@ -114,6 +115,28 @@ def test_workers_that_differ_from_the_majority_are_named(tmp_path):
     assert {
         event["rank"]: event["error"].partition(":")[0] for event in events(tmp_path, "failed")
     } == dict.fromkeys(range(3), "DivergenceError")
+
+
+@pytest.mark.parametrize("recheck_every", [None, 2])
+def test_with_recheck_every_those_outside_the_majority_are_blamed(recheck_every):
+    """Otherwise, user code is a likelier cause than hardware."""
+    options = {"lanes": 4, "check_every": 2, "recheck_every": recheck_every}
+    ends = try_workers(train, 3, lambda run: job(run, weight, [1]), None, options)
+    for rank, end in enumerate(ends):
+        error, blames = end.error, recheck_every is not None
+        assert (error.ranks, error.hosts) == ((1,), (socket.gethostname(),))
+        assert (error.step, error.tensor) == (4, "model/first.weight")
+        assert error.is_certain == error.is_retryable == blames
+        assert error.is_secondary == (blames and rank != 1)
+        assert WorkerFailure.of_error(rank, error).is_faulty == (blames and rank == 1)
+
+
+def test_two_workers_are_not_blamed_for_a_difference_between_them():
+    options = {"lanes": 4, "recheck_every": 2}
+    for end in try_workers(train, 2, lambda run: job(run, weight, [1]), None, options):
+        assert end.error.ranks == (0, 1)
+        assert not end.error.is_certain
+        assert not end.error.is_retryable
 
 
 def test_both_sides_are_named_without_a_majority():

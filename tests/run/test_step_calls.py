@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep as ss
+from tests.workers import run_workers
 
 COUNTED = str(Path(ss.__file__).parent), contextlib.__file__
 STEPS = 6  # the first ones search what lanes reach
@@ -61,6 +63,40 @@ def test_a_lane_makes_few_calls(inline):
 
 def test_a_step_of_one_lane_makes_few_calls():
     assert 200 < calls_of_a_step(1) < 350
+
+
+def calls_of_checks(every):
+    """Return the calls of the modules that find faulty hardware, in the last step."""
+    calls = Counter()
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(COUNTED):
+            calls[Path(frame.f_code.co_filename).name] += 1
+
+    data = TensorDataset(torch.ones(64, 8), torch.zeros(64, dtype=torch.int64))
+    with ss.init(lanes=2, recheck_every=every) as run:
+        model = run.replicate(nn.Linear(8, 3))
+        optimizer = run.shard(torch.optim.SGD(model.parameters()))
+        former = sys.getprofile()
+        for batch in run.batches(data, 32, steps=STEPS):
+            if run.step == STEPS - 1:
+                sys.setprofile(profile)
+            run.backward(losses_of, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        sys.setprofile(former)
+    return [calls[name] for name in ("recheck.py", "update_check.py", "shard.py")]
+
+
+def test_without_recheck_every_a_step_calls_nothing_for_it():
+    def body():
+        return [calls_of_checks(every) for every in (None, 1, 1000)]
+
+    for off, due, not_due in run_workers(body, 2):
+        assert off[:2] == [0, 0]
+        assert not_due[:2] == [1, 1]  # whether the step is due
+        assert min(due[:2]) > 10
+        assert off[2] == not_due[2] > 0
 
 
 def test_a_loop_over_lanes_makes_few_more_calls_than_backward():

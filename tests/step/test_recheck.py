@@ -262,4 +262,4 @@ def test_what_cannot_be_checked_is_refused():
         ss.init(recheck_every=0)
     config = Config(recheck_every=1, deterministic=False)
     with pytest.raises(ConfigError, match="needs deterministic=True on GPUs"):
-        Recheck(SimpleNamespace(config=config, devices=[torch.device("cuda")]), [])
+        Recheck(SimpleNamespace(config=config, devices=[torch.device("cuda")]), [], [])

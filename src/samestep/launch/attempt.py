@@ -15,7 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from samestep.errors import ConfigError, RecheckError, RecordError, SamestepError, SnapshotError
+from samestep.errors import (
+    ConfigError,
+    DivergenceError,
+    RecheckError,
+    RecordError,
+    SamestepError,
+    SnapshotError,
+)
 from samestep.host import SIGNALED
 
 Message = Mapping[str, Any]
@@ -85,7 +92,8 @@ class WorkerFailure:
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
         failure = cls(rank, at, summary, text, status, secondary, retryable)
-        return replace(failure, is_faulty=isinstance(error, RecheckError) and not secondary)
+        is_faulty = isinstance(error, (DivergenceError, RecheckError)) and retryable
+        return replace(failure, is_faulty=is_faulty)
 
     @classmethod
     def of_exit(

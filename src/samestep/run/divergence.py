@@ -20,7 +20,7 @@ from samestep.data.random_state import set_generators
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
-from samestep.step.hashing import bytes_of, hash_of
+from samestep.step.hashing import bytes_of, hash_of, majority
 from samestep.step.lane_pass import LanePass, LossSpec
 
 OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
@@ -33,7 +33,8 @@ class DivergenceCheck:
     """Compares tracked tensors that are not sharded, and those of replicated `modules`.
 
     Workers compare a digest of all bytes: a NaN is equal to itself, and 0.0 differs from -0.0. Only
-    if digests differ, they compare a checksum of each tensor.
+    if digests differ, they compare a checksum of each tensor. If it also `blames` hardware, workers
+    that differ from most others are said to be wrong, so that a run can go on without them.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class DivergenceCheck:
         world: World,
         tracked: Tracked,
         modules: list[torch.nn.Module],
+        *,
+        blames: bool = False,
     ) -> None:
-        self.modules = modules
+        self.modules, self._blames = modules, blames
         self._world, self._tracked = world, tracked
         self._intervals = [steps for steps in intervals if steps is not None]
         self._has_begun = self._is_fresh = False
@@ -89,8 +92,29 @@ class DivergenceCheck:
                 name for name in names if len({sums.get(name) for sums in sums_by_rank}) > 1
             ]
             if differing:  # otherwise only their devices differ, and so the kinds of digests
-                raise DivergenceError(self._message(step, differing, hosts, sums_by_rank))
+                raise self._error(step, differing, hosts, sums_by_rank)
         self._equal_step, self._is_fresh = step, True
+
+    def _error(
+        self,
+        step: int,
+        differing: Sequence[str],
+        hosts: Sequence[str],
+        sums_by_rank: Sequence[Mapping[str, str]],
+    ) -> DivergenceError:
+        """Return the error for this worker. It is secondary if this one is certainly right."""
+        expected = majority(sums_by_rank)  # None with two workers
+        ranks = [rank for rank, sums in enumerate(sums_by_rank) if sums != expected]
+        is_certain = self._blames and expected is not None
+        return DivergenceError(
+            self._message(step, differing, hosts, sums_by_rank),
+            ranks=tuple(ranks),
+            hosts=tuple(hosts[rank] for rank in ranks),
+            step=step,
+            tensor=differing[0],
+            is_certain=is_certain,
+            is_secondary=is_certain and self._world.rank not in ranks,
+        )
 
     def _message(
         self,

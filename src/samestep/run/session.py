@@ -219,7 +219,8 @@ class Session:
         # `samestep verify` compares snapshots itself
         tracked = Tracked(resumed, read_only=config.read_only)
         intervals = (None, None) if is_observed() else (config.check_every, config.recheck_every)
-        self.divergence = DivergenceCheck(intervals, world, tracked, modules)
+        blames = config.recheck_every is not None
+        self.divergence = DivergenceCheck(intervals, world, tracked, modules, blames=blames)
         self.snapshots = SnapshotManager(
             config,
             world,

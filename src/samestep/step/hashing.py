@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,15 @@ CHUNK_BYTES: Final = 1 << 26
 # Shifts and multipliers of splitmix64 (Steele et al. 2014), as signed integers of 64 bits.
 GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 MIXING: Final = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
+Value = TypeVar("Value")
+
+
+def majority(values: Sequence[Value]) -> Value | None:
+    """Return the JSON of more than half of at least three workers, None if there is none."""
+    texts = [json.dumps(value) for value in values]
+    text, votes = Counter(texts).most_common(1)[0]
+    return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

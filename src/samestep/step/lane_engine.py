@@ -110,7 +110,9 @@ class LaneEngine(LaneContext):
             self.world.wait_for_gpu,
         )
         self._metrics = MetricGuard()
-        self._recheck = Recheck(self, self.models.modules) if self.config.recheck_every else None
+        self._recheck = (
+            Recheck(self, self.models.modules, self.shards) if self.config.recheck_every else None
+        )
         if self.lanes > 1:
             self.watch = self._state.lane
         self.compute_seconds = 0.0

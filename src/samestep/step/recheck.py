@@ -11,9 +11,7 @@ with such silent errors (Hochschild et al. 2021, "Cores that don't count").
 from __future__ import annotations
 
 import copy
-import json
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,9 +25,11 @@ from samestep.data.batch import Batch, Incomplete
 from samestep.data.nested import tensors_in
 from samestep.errors import ConfigError, RecheckError
 from samestep.step.gradients import Gradients
-from samestep.step.hashing import begin_hashes, hashes_of
+from samestep.step.hashing import begin_hashes, hashes_of, majority
 from samestep.step.lane_pass import LaneContext, LanePass
 from samestep.step.layout import lanes_of
+from samestep.step.shard import Shard
+from samestep.step.update_check import UpdateCheck
 
 BATCH: Final = "the batch"
 NEEDS_FUNCTION: Final = (
@@ -47,9 +47,12 @@ Hashes = Mapping[str, int]
 class Recheck:
     """The checks of one worker: every `recheck_every` steps, each lane in turn."""
 
-    def __init__(self, context: LaneContext, modules: Sequence[Module]) -> None:
-        """`modules` are replicated, and may become more."""
-        self._context, self.modules = context, modules
+    def __init__(
+        self, context: LaneContext, modules: Sequence[Module], shards: Sequence[Shard]
+    ) -> None:
+        """`modules` are replicated, and may become more, as `shards` of optimizers may."""
+        self._context, self.modules, self._shards = context, modules, shards
+        self._updates: list[UpdateCheck] = []  # of the shards
         self._every = context.config.recheck_every or 0
         if context.devices[0].type == "cuda" and not context.config.deterministic:
             raise ConfigError(NOT_DETERMINISTIC.format(self._every))
@@ -62,6 +65,10 @@ class Recheck:
         """
         if lane_pass.loss.fn is None:
             raise ConfigError(NEEDS_FUNCTION.format(self._every))
+        for shard in self._shards[len(self._updates) :]:
+            self._updates.append(UpdateCheck(shard, self._context.world, self.name_of))
+        for update in self._updates:
+            update.begin(lane_pass.seed[0], self._every)
         number, rest = divmod(lane_pass.seed[0] + 1, self._every)
         if rest:
             return None
@@ -80,6 +87,20 @@ class Recheck:
     def note_passed(self, step: int) -> None:
         """Remember the last step whose check found nothing."""
         self.passed_step = step
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers of all modules, with names for messages."""
+        for number, module in enumerate(self.modules):
+            of = f"module {number} ({type(module).__name__})"
+            for name, parameter in module.named_parameters():
+                yield f"the parameter {name!r} of {of}", parameter
+            for name, buffer in module.named_buffers():
+                yield f"the buffer {name!r} of {of}", buffer
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a parameter or buffer, or its shape if no module has it."""
+        names = (name for name, named in self.named_state() if named is tensor)
+        return next(names, f"a parameter of shape {tuple(tensor.shape)}")
 
 
 def _checker(world: World, owner: int, turn: int) -> int:
@@ -164,25 +185,14 @@ class LaneCheck:
 
     def _hashes_of_state(self) -> Hashes:
         """Return hashes of all parameters and buffers, which are equal on all workers."""
-        tensors = dict(self.named_state())
+        tensors = dict(self.recheck.named_state())
         return dict(zip(tensors, begin_hashes([*tensors.values()])(), strict=True))
-
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers of all modules, with names for messages."""
-        for number, module in enumerate(self.recheck.modules):
-            of = f"module {number} ({type(module).__name__})"
-            for name, parameter in module.named_parameters():
-                yield f"the parameter {name!r} of {of}", parameter
-            for name, buffer in module.named_buffers():
-                yield f"the buffer {name!r} of {of}", buffer
 
     def name_of(self, key: str) -> str:
         """Return the name of what a hash stands for."""
         if not key.isdigit():
             return key
-        parameter = self.lane_pass.parameters[int(key)]
-        names = {id(tensor): name for name, tensor in self.named_state()}
-        return f"the gradient of {names.get(id(parameter), f'parameter {key}')}"
+        return f"the gradient of {self.recheck.name_of(self.lane_pass.parameters[int(key)])}"
 
 
 @dataclass
@@ -203,7 +213,7 @@ class Verdict:
         self._computed = [[hashes] for hashes in self._third]
         self._computed[self.check.checker].insert(0, self.again)
         self._computed[self.check.owner].insert(0, self.first)
-        self._expected = _majority(self._third)
+        self._expected = majority(self._third)
         ranks = range(len(self.rows))
         outvoted = [rank for rank in ranks if any(map(self._is_wrong, self._computed[rank]))]
         self._is_certain = self._expected is not None and 2 * len(outvoted) < len(ranks)
@@ -262,7 +272,7 @@ class Verdict:
     def _differing(self) -> list[str]:
         """Return names of what differs: of parameters and buffers if they do, or of the lane."""
         states = [self._states[rank] for rank in self._ranks]
-        if (expected := _majority(self._states)) is not None:
+        if (expected := majority(self._states)) is not None:
             states.append(expected)
         if names := _differing_names(states):
             return names
@@ -270,13 +280,6 @@ class Verdict:
         if self._is_certain and self._expected is not None:
             lanes.append(self._expected)
         return list(map(self.check.name_of, _differing_names(lanes)))
-
-
-def _majority(values: Sequence[Hashes]) -> Hashes | None:
-    """Return the value of more than half of at least three workers, None if there is none."""
-    texts = [json.dumps(value) for value in values]
-    text, votes = Counter(texts).most_common(1)[0]
-    return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
 
 
 def _differing_names(values: Sequence[Hashes]) -> list[str]:

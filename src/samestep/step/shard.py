@@ -71,6 +71,7 @@ class Shard:
             for bucket in buckets(parameters, world, round_to, places)
         ]
         self.across = exchanges[0].across
+        self._check: Callable[[], None] | None = None  # of the next update
         # across "host", sums arrive from other hosts until the optimizer needs them
         buffer_type = ArrivingBuffer if self.across == "host" else FlatBuffer
         self.flat_buffers = [buffer_type(exchange, optimizer) for exchange in exchanges]
@@ -97,6 +98,10 @@ class Shard:
             index: number for number, indices in enumerate(self._group_indices) for index in indices
         }
         return {place: numbers[index] for place, index in self._index_of.items()}
+
+    def after_update(self, check: Callable[[], None]) -> None:
+        """Call `check` once the next update is made, and all workers have its parameters."""
+        self._check = check
 
     def complete(self) -> None:
         """Wait for gradients that still arrive."""
@@ -163,6 +168,9 @@ class Shard:
         for buffer in self.flat_buffers:
             buffer.clear()
             buffer.is_in_step = False
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded `state_dict`, with this worker's parts as `TensorSlice` leaves."""

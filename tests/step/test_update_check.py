@@ -1,0 +1,246 @@
+"""Updates of sharded optimizers that another worker repeats, with bits flipped in one of them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.config import Config
+from samestep.errors import RecheckError
+from samestep.step import update_check
+from samestep.step.lane_engine import LaneEngine
+from samestep.step.shard import ELEMENTWISE, Shard
+from samestep.step.update_check import UpdateCheck
+from tests.bits import bits
+from tests.jobs import Net, classify, images
+from tests.step.test_lane_engine import LANES, backward, model_of
+from tests.workers import run_workers
+from tests.worlds import on_hosts
+
+STEPS = 6
+AT = 4  # the step of a fault
+
+
+def flip(tensor):
+    """Flip the highest bit of the first element's mantissa, as a fault of the memory does.
+
+    Torch does not count this as a change, as it does for changes by code.
+    """
+    tensor.detach().numpy().view("int32")[0] ^= 1 << 22
+
+
+def segments(optimizer, is_sticky):
+    """Return what the optimizer updates of this worker's slice, of a sticky fault the last one."""
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return own[-1:] if is_sticky else own
+
+
+@contextmanager
+def before_gather(optimizer, act):
+    """Call `act` in the block after each update, before its parameters are sent."""
+    handle = optimizer.register_step_post_hook(lambda *_: act())
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    yield
+    handle.remove()
+
+
+def train_with(fault, *, is_sticky=False, make=torch.optim.AdamW, steps=STEPS, model_of=Net):
+    """Return (error, its step) of training with a fault of the worker whose update is repeated.
+
+    A sticky fault is in one place, until its turn comes.
+    """
+    with ss.init(lanes=6, recheck_every=1, check_every=None) as run:
+        model = run.replicate(model_of())
+        optimizer = run.shard(make(model.parameters(), lr=0.01))
+        run.track(model=model, optimizer=optimizer)
+
+        def flip_all(name=None):
+            for segment in segments(optimizer, is_sticky):
+                flip(segment if name is None else optimizer.state[segment][name])
+
+        for batch in run.batches(images(24), 12, steps=steps):
+            step = run._progress.step
+            is_guilty = run.rank == AT % run.world_size
+            now = fault if is_guilty and (step >= AT if is_sticky else step == AT) else None
+            if now == "state":
+                flip_all("exp_avg")
+            run.backward(classify, model, batch)
+            if now == "parameters":
+                flip_all()
+            faults = {"update": flip_all, "new state": partial(flip_all, "exp_avg_sq")}
+            with before_gather(optimizer, faults.get(now, lambda: None)):
+                try:
+                    optimizer.step()
+                except RecheckError as error:
+                    return error, step
+            optimizer.zero_grad()
+    return None, steps
+
+
+TENSORS = {
+    "state": "'exp_avg' of the parameter ",
+    "new state": "'exp_avg_sq' of the parameter ",
+    "parameters": "the parameter ",
+    "update": "the parameter ",
+}
+
+
+def faults_of(kinds):
+    found = [train_with(fault) for fault in kinds]
+    return [*found, train_with("update", is_sticky=True, steps=40)]
+
+
+def test_three_workers_find_the_one_whose_update_is_wrong():
+    kinds = [None, *TENSORS]
+    by_rank = run_workers(faults_of, 3, kinds)
+    owner = AT % 3
+    for rank, ((none, steps), *found) in enumerate(by_rank):
+        assert (none, steps) == (None, STEPS)
+        assert len(found) == len(TENSORS) + 1
+        for fault, (error, step) in zip([*TENSORS, "sticky"], found, strict=True):
+            if fault == "sticky":
+                assert step >= AT
+            else:
+                assert step == AT
+            assert (error.ranks, error.step, error.lane) == ((owner,), step, None)
+            assert error.is_certain
+            assert error.is_retryable
+            assert error.is_secondary == (rank != owner)
+            assert error.tensor.startswith(TENSORS.get(fault, "the parameter "))
+            assert f"worker {owner} ({error.hosts[0]}, cpu)" in str(error)
+            assert ("no code wrote" in str(error)) == (fault == "state")
+
+
+def test_two_workers_are_both_named_unless_one_sees_its_own_memory_change():
+    for (update, _), (state, _), _ in run_workers(faults_of, 2, ["update", "state"]):
+        assert update.ranks == (0, 1)
+        assert "which a third worker could have found" in str(update)
+        assert state.ranks == (AT % 2,)
+        for error in update, state:
+            assert error.step == AT
+            assert not error.is_certain
+            assert not error.is_secondary
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, several groups of sizes that are no multiples of 64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 33)
+        self.head = nn.Linear(33, 10).bfloat16()
+
+    def forward(self, inputs):
+        return self.head(self.first(inputs.flatten(1)).relu().bfloat16()).float()
+
+
+@contextmanager
+def noted():
+    """Note in the block, for each check, whether all workers have equal hashes of an update."""
+    compared, compare = [], UpdateCheck._compare
+
+    def noting(check, rows):
+        compared.append(all(row.hashes and row.hashes == rows[0].hashes for row in rows))
+        compare(check, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UpdateCheck, "_compare", noting)
+        patch.setattr(update_check, "PART", 128)
+        yield compared
+
+
+def repeated():
+    """Train with every optimizer that can be sharded; return whether updates were repeated."""
+    with noted() as compared:
+        for optimizer_class in ELEMENTWISE:
+            train_with(None, make=optimizer_class, steps=3, model_of=Mixed)
+        for make in partial(torch.optim.SGD, momentum=0.9), partial(torch.optim.AdamW, fused=True):
+            train_with(None, make=make, steps=3, model_of=Mixed)
+    return compared
+
+
+def test_every_optimizer_that_can_be_sharded_is_repeated_with_the_same_bits():
+    first, second = run_workers(repeated, 2)
+    assert first == second == [True] * 3 * (len(ELEMENTWISE) + 2)
+
+
+def changed_by_code():
+    """Change what an update reads in each step; return whether the update was repeated."""
+    with noted() as compared, ss.init(lanes=2, recheck_every=1) as run:
+        model = run.replicate(Mixed())
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        scaler = run.grad_scaler(init_scale=4.0)
+        run.track(model=model, optimizer=optimizer, scaler=scaler)
+
+        def loss_fn(model, batch):
+            loss, scalars = classify(model, batch)
+            return scaler.scale(loss), scalars
+
+        def halve(*_):
+            own[0].grad.mul_(0.5)
+
+        def add_hook():
+            optimizer.register_step_pre_hook(halve)
+
+        @torch.no_grad()
+        def write_slice():
+            own[0].mul_(0.9)
+
+        @torch.no_grad()
+        def clear_state():
+            optimizer.state[own[0]]["exp_avg"].zero_()
+
+        def load():
+            optimizer.load_state_dict(optimizer.state_dict())
+
+        actions = [
+            lambda: None,
+            add_hook,
+            clear_state,
+            load,
+            write_slice,
+            lambda: None,
+        ]
+        for batch, act in zip(run.batches(images(24), 12, steps=6), actions, strict=True):
+            own = optimizer.param_groups[0]["params"]
+            run.backward(loss_fn, model, batch)
+            act()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return compared
+
+
+def test_what_code_changes_is_no_fault():
+    """The update of a slice that its owner has written cannot be repeated, which is no error.
+
+    Nor can that in which a hook is new.
+    """
+    assert run_workers(changed_by_code, 2) == [[True, False, True, True, False, True]] * 2
+
+
+def divided_among_hosts(world, across):
+    """Return whether the updates of an optimizer of several hosts were repeated, and its model."""
+    with noted() as compared:
+        engine = LaneEngine(world, Config(recheck_every=1), LANES, [torch.device("cpu")])
+        model = model_of(engine)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine.shards.append(Shard(optimizer, LANES, world, across=across))
+        for step in range(6):
+            backward(engine, model, step=step)
+            optimizer.step()
+    return compared, {name: bits(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_hosts_repeat_the_updates_of_others_unless_each_updates_everything():
+    divided = on_hosts(2, 4, divided_among_hosts, "world")
+    everywhere = on_hosts(2, 4, divided_among_hosts, "host")
+    for rank in range(4):
+        # the last worker's slice has only parameters without a gradient
+        assert divided[rank][0] == [True, True, True, False, True, True]
+        assert everywhere[rank] == ([], divided[0][1])
