@@ -1,9 +1,11 @@
 """Time to read and draw a record of many points, and a folder of many runs, including in Chromium.
 
-usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--long 0] [--rounds 3]
+usage: python -m benchmarks.watching [--points 1000000] [--runs 1000] [--rounds 3]
+       python -m benchmarks.watching --long 1000000 [--folder FOLDER]
 
-`--long 1000000` measures instead a folder with a run of that many steps, 50 scalars and 1,000
-images, and 199 shorter runs, which it writes (1.6 GB): answers, memory and scrolling.
+`--long 1000000` measures instead a folder with a run of that many steps of two workers, 50 scalars,
+1,000 images, 10,000 histograms and 20,000 events about snapshots, and 199 shorter runs, which it
+writes (2.3 GB) unless they are there: answers, memory and scrolling.
 
 The page of many runs needs /usr/bin/chromium and /usr/bin/chromedriver.
 """
@@ -16,17 +18,18 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from PIL import Image
 
 from benchmarks.measure import spread
 from samestep.watch.runs import open_views
 from tests.watch.browser.pages import Page, Server, browsing, serving
-from tests.watch.writing import loop, scalars, started, timing
+from tests.watch.writing import histogram, loop, scalars, started, timing
 from tests.watch.writing import write as write_events
 
 SMOOTH, SPAN = 0.9, 900
@@ -57,6 +60,9 @@ MANY_SCALARS = tuple(
     f"{group}/{n}" for group in ("loss", "top1", "norm", "lr", "aux") for n in range(10)
 )
 IMAGES, LONG_RUNS, SHORT_STEPS = 1000, 200, 1000
+HISTOGRAMS, SNAPSHOTS = 10, 10  # of layers for each image, and for each 1,000 steps
+PAUSE = 10.0  # seconds between two questions while records are read
+POOL = 997  # different lines of a kind
 
 
 def write(directory: Path, points: int) -> float:
@@ -171,7 +177,9 @@ def measure_many(directory: Path) -> dict[str, float]:
 def write_long(directory: Path, steps: int) -> None:
     """Write the record of a long run, and of many shorter ones."""
     chance = random.Random(0)
-    values = [json.dumps({name: chance.random() for name in MANY_SCALARS}) for _ in range(997)]
+    values = [json.dumps({name: chance.random() for name in MANY_SCALARS}) for _ in range(POOL)]
+    seconds = [[[chance.uniform(0.001, 0.01) for _ in range(5)] for _ in "ab"] for _ in range(POOL)]
+    timings = [json.dumps(timing(0, *workers)["workers"]) for workers in seconds]
     for number in range(LONG_RUNS):
         folder, count = directory / f"run-{number:03d}", SHORT_STEPS if number else steps
         settings = {"lr": 0.1 * (1 + number % 4), "seed": number}
@@ -179,11 +187,27 @@ def write_long(directory: Path, steps: int) -> None:
         write_events(folder, started(settings=settings), loop(0, batch_size=64), start=begin)
         with (folder / "events.jsonl").open("a") as lines:
             for step in range(count):
-                event = f'{{"time": {begin + 0.05 * step:.2f}, "event": "scalars", "step": {step}, '
-                lines.write(f'{event}"values": {values[(31 * step + number) % 997]}}}\n')
-                if number == 0 and step % max(1, count // IMAGES) == 0:
-                    lines.write(json.dumps({"time": begin, **image(folder, step)}) + "\n")
+                now, row = f"{begin + 0.05 * step:.2f}", (31 * step + number) % POOL
+                event = f'{{"time": {now}, "event": "scalars", "step": {step}, '
+                lines.write(f'{event}"values": {values[row]}}}\n')
+                event = f'{{"time": {now}, "event": "timing", "step": {step}, '
+                lines.write(f'{event}"workers": {timings[row]}}}\n')
+                if number == 0:
+                    for other in rare_events(folder, step, count):
+                        lines.write(json.dumps({"time": float(now), **other}) + "\n")
         write_events(folder, {"event": "finished", "step": count}, start=begin + 0.05 * count)
+
+
+def rare_events(folder: Path, step: int, steps: int) -> Iterator[dict[str, object]]:
+    """Yield the events of some steps of the long run."""
+    if step % max(1, steps // IMAGES) == 0:
+        yield image(folder, step)
+        for layer in range(HISTOGRAMS):
+            bins = [(0.01 * edge, 64 - edge) for edge in range(64)]
+            yield histogram(step, f"layer {layer}", *bins)
+    if step % (1000 // SNAPSHOTS) == 0:
+        yield {"event": "snapshot", "step": step, "path": f"step-{step:08d}", "score": None}
+        yield {"event": "snapshot_removed", "step": step, "path": f"step-{step:08d}"}
 
 
 def image(folder: Path, step: int) -> dict[str, object]:
@@ -209,9 +233,16 @@ def measure_long(directory: Path) -> None:
         driver.get(f"{server.address}#run=run-000&shown=run-000")
         page.points(MANY_SCALARS[0])
         print(f"  first curve of the long run after {time.perf_counter() - began:.2f} s")
+        driver.get("about:blank")  # each answer takes time from reading on a busy machine
+        longest = 0.0
         while any(row["elapsed"] is None for row in ask("runs")[0]["runs"]):
-            time.sleep(1)
-        print(f"  all records read after {time.perf_counter() - began:.0f} s")
+            longest = max(longest, ask("run?id=run-000")[1])
+            time.sleep(PAUSE)
+        print(f"  longest answer meanwhile: {longest:.2f} s")
+        process = next(p for p in psutil.Process().children() if "watch" in p.cmdline())
+        used = sum(process.cpu_times()[:2])
+        spent = f"{time.perf_counter() - began:.0f} s, {used:.0f} s of CPU"
+        print(f"  all records read after {spent}")
         for endpoint in ("runs", "run?id=run-000", f"curve?id=run-000&name={MANY_SCALARS[0]}"):
             print(f"  {endpoint}: {1000 * ask(endpoint)[1]:.0f} ms")
         print(f"  server: at most {server.peak_memory() / 1e6:.0f} MB")
@@ -242,11 +273,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000, help="of a folder, default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--long", type=int, default=0, help="steps of the long run, 0 for none")
+    parser.add_argument("--folder", type=Path, help="where the long run is kept for other calls")
     options = parser.parse_args()
     if options.long:
-        with tempfile.TemporaryDirectory() as folder:
-            write_long(Path(folder), options.long)
-            measure_long(Path(folder))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.folder or Path(temporary)
+            folder.mkdir(exist_ok=True)
+            if not any(folder.iterdir()):
+                write_long(folder, options.long)
+            measure_long(folder)
         return
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder), options.points)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from itertools import pairwise
-from operator import itemgetter
+from itertools import chain, pairwise
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import pytest
@@ -112,6 +112,7 @@ def points_of(history):
 def points_in(run):
     """Return the same for a run's state."""
     curves = {name: curve.points() for name, curve in run.curves.items()}
+    images = chain.from_iterable(run.images.values())
     steps = run.timings.steps()
     own_seconds = np.split(steps.own_seconds, np.cumsum(steps.workers)[:-1])
     return (
@@ -119,7 +120,7 @@ def points_in(run):
             name: list(zip(points.step.tolist(), points.value.tolist(), strict=True))
             for name, points in curves.items()
         },
-        [(image.step, image.name) for image in run.images.values()],
+        [(image.step, image.name) for image in sorted(images, key=attrgetter("number"))],
         [
             (step, seconds.tolist())
             for step, seconds in zip(

@@ -32,27 +32,28 @@ def test_a_folder_of_runs(tmp_path):
 
 def test_curves_are_thinned_if_all_together_have_too_many_points(tmp_path, monkeypatch):
     for module in ("runs", "view"):
-        monkeypatch.setattr(f"samestep.watch.{module}.MOST_POINTS", 1000)
-        monkeypatch.setattr(f"samestep.watch.{module}.FEWEST_POINTS", 64)
+        monkeypatch.setattr(f"samestep.watch.{module}.MOST_BYTES", 25_000)
+        monkeypatch.setattr(f"samestep.watch.{module}.FEWEST_ROWS", 64)
     for name in ("one", "two"):
         losses = (scalars(step, loss=float(-step), top1=float(step)) for step in range(400))
         write(tmp_path / name, started(), *losses)
     views = open_views(tmp_path)
     for view in read_all(views):
-        assert view.points_held == 800
+        assert view.bytes_held >= 800 * 25
     views.bound()
+    assert 10_000 < sum(view.bytes_held for view in views.values()) <= 25_000
     for view in views.values():
-        assert 100 < view.points_held <= 500
         curve = view.curve("loss")
         assert (curve["points"], curve["exact"]) == (400, False)
         assert (curve["x"][0], curve["x"][-1]) == (0, 399)
     write(tmp_path / "one", *(scalars(step, loss=1.0) for step in range(400, 900)))
     views["one"].refresh()  # the limit of each curve stays
-    assert views["one"].points_held <= 512
+    bounded = views["one"].bytes_held
+    assert bounded <= 2 * 256 * 41 * 1.5  # with the spans of what was left out, and spare room
     write(tmp_path / "three", started(), *(scalars(step, loss=1.0) for step in range(1900)))
     views.scan(str(tmp_path))
     views["three"].refresh()
-    assert views["three"].points_held <= 256
+    assert views["three"].bytes_held <= 256 * 41 * 1.5
 
 
 def test_ids_with_several_locations(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from samestep.record.record import PARTS
 from samestep.step import layout
+from samestep.watch import timings as timings_module
 from samestep.watch import view as view_module
 from samestep.watch.timings import RECENT, Timings, lanes_of, seconds_of
 from tests.watch.writing import START, loop, started, timing, view_of, write
@@ -199,6 +200,61 @@ def test_discarded_steps_are_removed_with_their_workers():
         [None, 1, 2, None, None],
         [None, None, 2, None, None],
     ]
+
+
+def alternating(steps):
+    """Return timings of two workers whose second steps take three times as long as the first."""
+    made = Timings()
+    for step in range(steps):
+        seconds = 0.2 if step % 2 else 0.0
+        rows = [(0.1, 0.1 + seconds, 0.0, 0.0, 0.0), (0.1, 0.1 + 2 * seconds, 0.0, 0.0, 0.0)]
+        append(made, step, step + 0.5 * (step // 2), 0, rows)
+    return made
+
+
+def test_bounded_steps_keep_their_means_and_the_newest_ones():
+    whole, bounded = alternating(3000), alternating(3000)
+    bounded.flush(1000)
+    assert len(bounded.steps().step) <= 1000
+    assert bounded.steps().count.sum() == 3000
+    whole.flush(3000)
+    assert bounded.nbytes < whole.nbytes / 2
+    assert bounded.parts() == whole.parts()
+    assert bounded.workers() == whole.workers()
+    expected, answer = (made.steps().to_json(None, None, 3) for made in (whole, bounded))
+    for part in ("data", "compute", "other"):
+        assert answer["parts"][part] == pytest.approx(expected["parts"][part], rel=0.02)
+    for of_worker, expected_of_worker in zip(answer["workers"], expected["workers"], strict=True):
+        assert of_worker == pytest.approx(expected_of_worker, rel=0.02)
+
+
+def test_bounded_steps_that_a_resume_replaced_are_removed():
+    made = alternating(3000)
+    made.flush(1000)
+    made.discard_after((1001, False))
+    steps = made.steps()
+    assert 990 < steps.count.sum() <= 1001
+    assert steps.step[-1] + steps.count[-1] <= 1001
+    append(made, 1001, 0.0, 1, [EQUAL])
+    assert math.isnan(made.steps().wall()[-1])
+
+
+def test_steps_with_gaps_are_bounded_too():
+    made = timings(*[(2 * step, float(step), 0, [EQUAL] * (1 + step % 2)) for step in range(3000)])
+    made.flush(1000)
+    steps = made.steps()
+    assert 500 <= len(steps.step) <= 1000
+    assert (steps.step[0], steps.step[-1]) == (0, 5998)
+    assert len(steps.own_seconds) == steps.workers.sum()
+    assert steps.to_json(None, None, 2)["parts"]["compute"] == pytest.approx([0.2, 0.2])
+
+
+def test_the_seconds_of_many_workers_are_bounded(monkeypatch):
+    monkeypatch.setattr(timings_module, "OWN_PER_ROW", 1)
+    made = timings(*[(step, float(step), 0, [EQUAL] * 8) for step in range(1000)])
+    made.flush(5000)
+    assert len(made.steps().own_seconds) <= 5000
+    assert made.steps().to_json(None, None, 1)["workers"] == [[pytest.approx(0.3)]] * 8
 
 
 def test_steps_are_sorted():

@@ -13,9 +13,10 @@ from PIL import Image
 from samestep.errors import RecordError
 from samestep.record import read_history
 from samestep.record.source import open_source
+from samestep.watch import run_state
 from samestep.watch import view as view_module
 from samestep.watch.curves import Curve
-from samestep.watch.view import MOST_ITEMS, View, media_type, principals, thin
+from samestep.watch.view import View, media_type, principals
 from tests.watch.writing import (
     START,
     histogram,
@@ -423,17 +424,6 @@ def test_histograms_by_name_without_those_that_a_resume_replaced(tmp_path):
     assert left == [[[-0.5, 1], [0.0, 2]], []]
 
 
-@given(st.integers(0, 60), st.integers(1, 10))
-def test_thin_keeps_both_ends(count, limit):
-    items = list(range(count))
-    thinned = thin(items, limit)
-    assert len(thinned) <= limit + 1
-    assert thinned == sorted(set(thinned))
-    assert thinned[:1] == items[:1]
-    assert thinned[-1:] == items[-1:]
-    assert count > limit or thinned == items
-
-
 ODD = [
     {"event": "scalars", "step": None, "values": {"x": 1}},
     {"event": "scalars", "step": 10**400, "values": {"x": 1}},
@@ -496,18 +486,35 @@ def test_events_that_no_run_writes_do_no_harm(directory, events):
     view.timing()
 
 
-def test_the_first_and_the_newest_events_are_listed(tmp_path):
-    view = view_of(
-        tmp_path,
-        started(),
-        *[{"event": "snapshot", "step": step} for step in range(MOST_ITEMS + 5)],
-    )
-    events = view.summary()["events"]
-    assert [len(events), events[0]["kind"], events[-1]["step"]] == [
-        MOST_ITEMS + 1,
-        "started",
-        MOST_ITEMS + 4,
+def test_the_first_the_rare_and_the_newest_events_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_state, "MOST_EVENTS", 100)
+    steps = [{"event": "snapshot", "step": step} for step in range(500)]
+    alert = {"event": "loss_alert", "step": 7, "reason": "the loss is nan"}
+    summary = view_of(tmp_path, started(), *steps[:7], alert, *steps[7:]).summary()
+    kinds = [event["kind"] for event in summary["events"]]
+    assert kinds[:2] == ["started", "loss_alert"]
+    newest = [event["step"] for event in summary["events"][2:]]
+    assert newest == list(range(500 - len(newest), 500))
+    assert 50 <= len(newest) <= 100
+    assert summary["dropped_events"] == 500 - len(newest)
+
+
+def test_images_of_many_steps_are_thinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_state, "MOST_IMAGES", 20)
+    logged = [
+        {"event": "image", "name": f"image {step % 2}", "step": step, "path": f"images/{step}.png"}
+        for step in range(200)
     ]
+    view = view_of(tmp_path, started(), *logged)
+    for number, series in enumerate(view.summary()["images"]):
+        steps = [image["step"] for image in series["items"]]
+        assert 10 <= len(steps) <= 21
+        assert (steps[0], steps[-1]) == (number, 198 + number)
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (2, 2)).save(tmp_path / "images/199.png")
+    assert view.open_image(199)[0] == "image/png"
+    with pytest.raises(KeyError):
+        view.open_image(3)
 
 
 def test_torch_is_not_needed():

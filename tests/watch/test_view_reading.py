@@ -6,9 +6,19 @@ import pytest
 
 from samestep.errors import RecordError
 from samestep.record.source import open_source
+from samestep.watch import run_state
 from samestep.watch import view as view_module
 from samestep.watch.view import View
-from tests.watch.writing import START, scalars, started, view_of, write
+from tests.watch.writing import (
+    START,
+    histogram,
+    scalars,
+    started,
+    system,
+    timing,
+    view_of,
+    write,
+)
 
 
 def test_only_what_is_new_is_read(tmp_path):
@@ -113,13 +123,39 @@ def test_a_long_record_has_its_state_and_the_share_that_is_read_until_all_is(tmp
 
 def test_a_record_of_too_many_points_is_thinned_while_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("samestep.record.source.READ_BYTES", 4096)
-    monkeypatch.setattr(view_module, "MOST_POINTS", 300)
-    monkeypatch.setattr(view_module, "FEWEST_POINTS", 32)
+    monkeypatch.setattr(view_module, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(view_module, "FEWEST_ROWS", 32)
     write(tmp_path, started(), *[scalars(step, a=step, b=-step) for step in range(1000)])
     view = View(open_source(tmp_path))
     while view.advance():
-        assert view.points_held <= 300
+        assert view.bytes_held <= 20_000
     for name, last in {"a": 999, "b": -999}.items():
         curve = view.curve(name)
         assert (curve["points"], curve["exact"]) == (1000, False)
         assert (curve["value"][0], curve["value"][-1]) == (0, last)
+
+
+def test_all_that_a_long_run_records_is_bounded(tmp_path, monkeypatch):
+    """Timings, samples of hosts and histograms count as curves do."""
+    monkeypatch.setattr("samestep.record.source.READ_BYTES", 2**16)
+    monkeypatch.setattr(view_module, "MOST_BYTES", 150_000)
+    monkeypatch.setattr(view_module, "FEWEST_ROWS", 64)
+    monkeypatch.setattr(run_state, "MOST_HISTOGRAMS", 50)
+    monkeypatch.setattr(run_state, "HISTOGRAM_BYTES", 10_000)
+    events, held = [started()], []
+    for step in range(1500):
+        events += [timing(step, *[(0.1, 0.2, 0.1, 0.1, 0.0)] * 2), system("here")]
+        events += [histogram(step, "weights", (0.0, 1))] if step % 3 == 0 else []
+    write(tmp_path, *events, seconds=0.25)
+    view = View(open_source(tmp_path))
+    while view.advance():
+        held.append(view.bytes_held)
+    assert max(held) <= 150_000
+    seconds = view.timing(points=5)
+    assert (seconds["x"][0], seconds["parts"]["compute"]) == (0, pytest.approx([0.2] * 5))
+    assert seconds["workers"] == [pytest.approx([0.4] * 5)] * 2
+    histograms = view.histogram("weights")["items"]
+    assert (histograms[0]["step"], histograms[-1]["step"]) == (0, 1497)
+    assert len(histograms) * 500 < 10_000
+    (use,) = [curve for curve in view.system()["curves"] if curve["name"] == "cpu"]
+    assert use["value"][0] == use["value"][-1] == 25

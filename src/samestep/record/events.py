@@ -24,8 +24,8 @@ NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 _FREE_SPACE: Final = "Free some space and restart: the run resumes from its newest snapshot"
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NON_FINITE_OR_ESCAPED: Final = re.compile(r"\\*(nan|-?inf)")
-# most lines do not match, and then need no decoding
-NON_FINITE_OR_ESCAPED_IN_JSON: Final = re.compile(rb'(?:nan|inf)"')
+# values, not names of fields; most lines do not match, and then need no decoding
+NON_FINITE_OR_ESCAPED_IN_JSON: Final = re.compile(rb'(?:nan|inf)"(?!\s*:)')
 
 
 @cache
@@ -166,7 +166,7 @@ def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines.split(b"\n") if isinstance(lines, bytes) else lines:
         try:
             event = json.loads(line)
-            if NON_FINITE_OR_ESCAPED_IN_JSON.search(line):
+            if (b'nan"' in line or b'inf"' in line) and NON_FINITE_OR_ESCAPED_IN_JSON.search(line):
                 event = _decode(event)
         except (RecursionError, ValueError):  # torn by a crash, or still being written
             continue
@@ -176,7 +176,7 @@ def parse_events(lines: bytes | Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _check_format(event: dict[str, Any]) -> None:
-    is_start = any(event.get("event") == kind for kind in ("started", "resumed"))
+    is_start = event.get("event") in ("started", "resumed")
     record_format = event.get("format") if is_start else None
     if isinstance(record_format, int) and record_format > FORMAT:
         raise RecordError(

@@ -24,7 +24,7 @@ from samestep.config import Config
 from samestep.data.agreement import DataCheck
 from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
-from samestep.errors import ConfigError, RecordError, SamestepError
+from samestep.errors import RecordError, SamestepError
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.masking import mask_urls
@@ -168,41 +168,6 @@ class Session:
         in_memory.report_start(self.progress.step, is_new=not has_begun)
         if config.dir is not None:
             self._follow(config.dir, sinks, workers)
-
-    def _find_snapshot(
-        self, config: Config, in_memory: InMemorySnapshots, *, has_begun: bool
-    ) -> Snapshot | None:
-        """Find out whose directory it is, and load the snapshot to resume from; collective.
-
-        Before the lane engine, because a resumed run has the lanes of its snapshot. The state waits
-        in memory until the script tracks the objects that it belongs to.
-        """
-        world = self.world
-        self._owner, self._remote_owner = find_owner(
-            config, world, self._describe_run, has_begun=has_begun
-        )
-        if self._remote_owner is not None:
-            self._exits.callback(self._remote_owner.close)
-        if config.read_only:
-            resumed = find_snapshot_of_others(self._source, world, self.record, in_memory)
-        else:
-            # a remote that has just failed is asked once more, without retries
-            responds = self._remote_owner is None or self._remote_owner.responds
-            resumed = find_snapshot(
-                *(config, world, self.record, in_memory, self._owner),
-                has_begun=has_begun,
-                listing_seconds=START_SECONDS if responds else 0.0,
-            )
-        if self._owner is not None and resumed is not None:
-            self._owner = self._note_origin(self._owner, resumed)
-        self._has_resumed = resumed is not None
-        named = step_of(Path(config.resume)) if config.resume != "auto" else None
-        if resumed is not None and (
-            resumed.step == named or (config.resume != "auto" and not has_begun)
-        ):
-            # Whoever names a snapshot wants to train on, even if the run had finished.
-            resumed.state["run"].update(finished=False, ended=False)
-        return resumed
 
     def _make_progress(
         self,

@@ -34,6 +34,11 @@ class Table:
     def __len__(self) -> int:
         return self._rows + len(self._pending)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays."""
+        return sum(array.nbytes for array in self._arrays)
+
     def append(self, row: Sequence[Any]) -> None:
         """Append a row: one number per column."""
         self._pending.append(row)
@@ -47,8 +52,11 @@ class Table:
 
     def filter(self, rows: NDArray[Any]) -> None:
         """Keep only the rows that are marked true, or have these numbers."""
-        self._arrays = [column[rows] for column in self.columns()]
-        self._rows = len(self._arrays[0])
+        self.replace(*(column[rows] for column in self.columns()))
+
+    def replace(self, *columns: NDArray[Any]) -> None:
+        """Replace all rows by those of new arrays, which belong to the table from now on."""
+        self._arrays, self._pending, self._rows = list(columns), [], len(columns[0])
 
     def flush(self) -> None:
         """Put appended rows into the arrays, where they take less memory."""
@@ -135,14 +143,35 @@ class Curve:
     ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
         self.size += 1
+        if low == low or high == high:  # noqa: PLR0124  not NaN
+            self._begin_band()
         self._table.append((position[0], not position[1], time, value))
-        if self._band is not None or low == low or high == high:  # noqa: PLR0124  not NaN
-            if self._band is None:
-                self._band = Table(np.float64, np.float64)
-                self._band.extend(*np.full((2, len(self) - 1), math.nan))
+        if self._band is not None:
             self._band.append((low, high))
         if self._spans is not None:
             self._spans.append((1.0, value))
+
+    def extend(self, points: NDArray[Any], band: NDArray[Any] | None = None) -> None:
+        """Append points [step, between, time and value; N], with their `band` [low and high; N]."""
+        count = points.shape[1]
+        self.size += count
+        if band is not None and not np.isnan(band).all():
+            self._begin_band()
+        self._table.extend(*points)
+        if self._band is not None:
+            self._band.extend(*(np.full((2, count), math.nan) if band is None else band))
+        if self._spans is not None:
+            self._spans.extend(np.ones(count), points[3])
+
+    def _begin_band(self) -> None:
+        if self._band is None:
+            self._band = Table(np.float64, np.float64)
+            self._band.extend(*np.full((2, len(self)), math.nan))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all points."""
+        return sum(table.nbytes for table in self._tables())
 
     def flush(self, rows: int) -> None:
         """Put appended points into arrays, and keep at most `rows` of them."""
@@ -287,6 +316,19 @@ class HostUse:
                     continue
                 series = self._series[host, name] = Table(np.float64, np.float32)
             series.append((time, value))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all series."""
+        return sum(series.nbytes for series in self._series.values())
+
+    def flush(self, rows: int) -> None:
+        """Put samples into arrays, and keep at most `rows` of each series, with its extremes."""
+        for series in self._series.values():
+            series.flush()
+            if len(series) > rows:
+                _, value = series.columns()
+                series.filter(select_points(np.arange(len(value)), [value], [value], rows // 2))
 
     def columns(self) -> dict[tuple[str, str], tuple[NDArray[Any], ...]]:
         """Return times and values by host and measure."""

@@ -16,7 +16,9 @@ from samestep.host import counted
 from samestep.record.events import NON_FINITE
 from samestep.record.hints import Hint, Updates, find_hints, tells
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
+from samestep.watch.bounded import Thinned, newest_of_each
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
+from samestep.watch.scalars import MOST_SCALARS, Scalars
 from samestep.watch.timings import MOST_TIMED, RECENT, Timings, seconds_of, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
@@ -34,11 +36,15 @@ SYSTEM: Final = "system"
 APART: Final = ("sink", "image", "images_dropped")
 LONGEST_TEXT: Final = 1000
 MOST_CHANGES: Final = 8  # of settings, that are shown
-MOST_SCALARS: Final = 10_000  # by name: each takes about 1 KB, but only some bytes of a record
+MOST_NAMES: Final = 10_000  # of images, and of histograms
+MOST_EVENTS: Final = 2000  # on the timeline
+MOST_IMAGES: Final = 2000  # per name
+MOST_HISTOGRAMS: Final = 200  # per name, fewer if all would take more than `HISTOGRAM_BYTES`
+HISTOGRAM_BYTES: Final = 2**25
 GOOD, BAD, INFO = "good", "bad", "info"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Image:
     """An image event. `number` counts all image events of the record, even invalidated ones."""
 
@@ -55,13 +61,18 @@ class Image:
         return int(self.position[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Histogram:
     """A histogram event: `bins` [n, 2] has the edge and count of each bin, `others` NaN etc."""
 
     position: StepPosition
     bins: NDArray[np.float64]
     others: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in memory."""
+        return self.bins.nbytes + 500
 
     def to_json(self) -> dict[str, Any]:
         return {"step": int(self.position[0]), "bins": self.bins.tolist(), **self.others}
@@ -112,17 +123,19 @@ class SamplePlan:
 class RunState:
     """The state of a run after some of its events, with its curves, timings, images and timeline.
 
-    A start removes the events that it invalidates, as `samestep.record.read_history` does.
+    A start removes the events that it invalidates, as `samestep.record.read_history` does. `flush`
+    bounds the memory of curves, timings, histograms and samples of hosts.
     """
 
     def __init__(self) -> None:
-        self.curves: dict[str, Curve] = {}
+        self.scalars = Scalars()
         self.timings = Timings()
         self.updates = Updates()
         self.hosts = HostUse()
-        self.images: dict[int, Image] = {}
-        self.histograms: dict[str, list[Histogram]] = {}
+        self.images: dict[str, Thinned[Image]] = {}
+        self.histograms: dict[str, Thinned[Histogram]] = {}
         self.timeline: list[TimelineEvent] = []
+        self.dropped_events = 0  # of the timeline
         self.sinks: dict[str, Event] = {}
         self.dropped_images = 0
         self.state = "running"
@@ -148,21 +161,28 @@ class RunState:
         self._trained: tuple[Event, Event] | None = None  # the last start with a loop, and the loop
         self._trained_inputs = self.inputs  # until then
         self._image_count = 0
-        self._has_many = False  # more scalars than are shown
+        self._is_cut = False  # there are more scalars than are shown
+        self._most_histograms = MOST_HISTOGRAMS
 
     def skip_lines(self, count: int) -> None:
         """Count lines that are torn or no events."""
         self.skipped_lines += count
 
-    def apply(self, event: dict[str, Any]) -> None:
-        """Apply the next event. Fields and events that no run writes are ignored."""
-        kind, time = event.get("event"), to_number(event.get("time"))
-        if not isinstance(kind, str) or time is None:
-            return
-        if kind == SYSTEM:
-            self.hosts.append(time, event)
-        else:
-            self._apply(event, kind, time)
+    def apply(self, *events: dict[str, Any]) -> None:
+        """Apply the next events. Fields and events that no run writes are ignored."""
+        for event in events:
+            kind, time = event.get("event"), to_number(event.get("time"))
+            if not isinstance(kind, str) or time is None:
+                continue
+            if kind == SYSTEM:
+                self.hosts.append(time, event)
+            else:
+                self._apply(event, kind, time)
+        self.scalars.append_rows()
+        if self.scalars.is_cut and not self._is_cut:
+            self._is_cut = True
+            text = f"more than {MOST_SCALARS} scalars: the others are not shown"
+            self._list(TimelineEvent(self.updated or 0.0, "many", int(self.step), text, BAD, None))
 
     def _apply(self, event: dict[str, Any], kind: str, time: float) -> None:
         before, self.updated = self.updated, time
@@ -184,6 +204,11 @@ class RunState:
             self._start(event, kind, time)
         elif self._update(event, kind):
             self._add_to_timeline(event, kind, time)
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The curves of scalars by name."""
+        return self.scalars.curves
 
     @property
     def elapsed(self) -> float | None:
@@ -259,16 +284,14 @@ class RunState:
     def _start(self, event: dict[str, Any], kind: str, time: float) -> None:
         step, between = valid_until(event)
         last = to_float(step), between
-        for curve in self.curves.values():
-            curve.discard_after(last)
-        self.curves = {name: curve for name, curve in self.curves.items() if len(curve)}
+        self.scalars.discard_after(last)
         self.timings.discard_after(last, trained=self.loop is not None)
-        self.images = {key: image for key, image in self.images.items() if image.position <= last}
-        histograms = {
-            name: [histogram for histogram in series if histogram.position <= last]
-            for name, series in self.histograms.items()
-        }
-        self.histograms = {name: series for name, series in histograms.items() if series}
+        for images in self.images.values():
+            images.filter(lambda image: image.position <= last)
+        for histograms in self.histograms.values():
+            histograms.filter(lambda histogram: histogram.position <= last)
+        self.images = {name: series for name, series in self.images.items() if len(series)}
+        self.histograms = {name: series for name, series in self.histograms.items() if len(series)}
         self.started = time if self.started is None else self.started
         self._add_to_timeline(event, kind, time)
         if self.loop is not None:
@@ -304,37 +327,30 @@ class RunState:
             return
         bands = event.get("low"), event.get("high")
         low, high = (band if isinstance(band, dict) else {} for band in bands)
-        has_band = bool(low or high)
-        for name, value in values.items():
-            if not isinstance(value, (int, float)):
-                continue
-            if (curve := self.curves.get(name)) is None:
-                if len(self.curves) == MOST_SCALARS:
-                    self._report_many(position, time)
-                    continue
-                curve = self.curves[name] = Curve()
-            number = value if type(value) is float else to_float(value)  # most values are floats
-            if has_band:
-                edges = to_float(low.get(name)), to_float(high.get(name))
-                curve.append(position, time, number, *edges)
-            else:
-                curve.append(position, time, number)
+        self.scalars.add(position, time, values, low, high)
         epoch, is_between = to_int(event.get("epoch")), not position[1]
         if is_between and epoch:  # the number of the next epoch, which may not follow
             epoch = max(self.epoch or 0, epoch - 1)
         self.epoch = epoch
         self._reach(position[0], time)
 
-    def flush(self, points: int) -> None:
-        """Keep curves in arrays, of at most `points` points each."""
-        for curve in self.curves.values():
-            curve.flush(points)
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all that `flush` bounds."""
+        bounded = (self.scalars, self.timings, self.hosts)
+        return sum(part.nbytes for part in bounded) + self._histogram_bytes()
 
-    def _report_many(self, position: StepPosition, time: float) -> None:
-        if not self._has_many:
-            text = f"more than {MOST_SCALARS} scalars: the others are not shown"
-            self.timeline.append(TimelineEvent(time, "many", int(position[0]), text, BAD, None))
-        self._has_many = True
+    def flush(self, rows: int) -> None:
+        """Keep curves, timings and samples in arrays, of at most `rows` rows each."""
+        for part in (self.scalars, self.timings, self.hosts):
+            part.flush(rows)
+        while self._histogram_bytes() > HISTOGRAM_BYTES and self._most_histograms > 1:
+            self._most_histograms //= 2
+            for series in self.histograms.values():
+                series.bound(self._most_histograms)
+
+    def _histogram_bytes(self) -> int:
+        return sum(each.nbytes for series in self.histograms.values() for each in series)
 
     def _add_timing(self, event: dict[str, Any], time: float) -> None:
         position, workers = _position(event), event.get("workers")
@@ -358,8 +374,10 @@ class RunState:
             return
         number, size = self._image_count, to_int(event.get("bytes"))
         width, height = (to_int(event.get(field)) or 0 for field in ("width", "height"))
-        self.images[number] = Image(number, name, position, path, width, height, size)
         self._image_count += 1
+        if name in self.images or len(self.images) < MOST_NAMES:
+            series = self.images.setdefault(name, Thinned(MOST_IMAGES))
+            series.append(Image(number, name, position, path, width, height, size))
 
     def _add_histogram(self, event: dict[str, Any]) -> None:
         position = _position(event)
@@ -367,9 +385,11 @@ class RunState:
             bins = np.array(event.get("bins"), dtype=np.float64).reshape(-1, 2)
         except (OverflowError, TypeError, ValueError):
             return
-        if position is not None and np.isfinite(bins).all():
+        name = str(event.get("name"))
+        is_shown = name in self.histograms or len(self.histograms) < MOST_NAMES
+        if position is not None and np.isfinite(bins).all() and is_shown:
             others = {key: to_int(event.get(key)) or 0 for key in NON_FINITE}
-            series = self.histograms.setdefault(str(event.get("name")), [])
+            series = self.histograms.setdefault(name, Thinned(self._most_histograms))
             series.append(Histogram(position, bins, others))
 
     def _reach(self, step: float | None, time: float | None = None) -> None:
@@ -386,7 +406,15 @@ class RunState:
         step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
         if kind == "loss_alert":
             detail = _describe_samples(event)
-        self.timeline.append(TimelineEvent(time, kind, step, text, severity, detail))
+        self._list(TimelineEvent(time, kind, step, text, severity, detail))
+
+    def _list(self, event: TimelineEvent) -> None:
+        """Append an event to the timeline, which keeps the newest of frequent kinds."""
+        self.timeline.append(event)
+        if len(self.timeline) > MOST_EVENTS:
+            before, kinds = len(self.timeline), [event.kind for event in self.timeline]
+            self.timeline = newest_of_each(self.timeline, kinds, MOST_EVENTS)
+            self.dropped_events += before - len(self.timeline)
 
 
 def _last_epoch(loop: Event, following: int | None, step: float | None) -> int | None:

@@ -20,7 +20,7 @@ from samestep.errors import ConfigError, RecordError
 from samestep.host import printable
 from samestep.masking import mask_urls
 from samestep.record.source import MAX_FOLDERS, RunLocation
-from samestep.watch.view import FEWEST_POINTS, MOST_POINTS, MOST_POINTS_EACH, View
+from samestep.watch.view import FEWEST_ROWS, MOST_BYTES, MOST_ROWS, View
 
 logger = logging.getLogger("samestep")
 
@@ -42,7 +42,7 @@ class Views(Mapping[str, View]):
     def __init__(self, *locations: str | Path) -> None:
         self._prefixes = _prefixes([str(location) for location in locations])
         self._views: dict[str, dict[str, View]] = {location: {} for location in self._prefixes}
-        self._most_points = MOST_POINTS_EACH
+        self._most_rows = MOST_ROWS
         self._places = {location: RunLocation(location) for location in self._prefixes}
 
     def __getitem__(self, id: str) -> View:  # noqa: A002
@@ -64,15 +64,12 @@ class Views(Mapping[str, View]):
         return list(self._views[location].values())
 
     def bound(self) -> None:
-        """Thin all curves, if together they hold too many points."""
+        """Thin what all runs hold, if together they hold too many bytes."""
         views = [view for views in self._views.copy().values() for view in views.values()]
-        while (
-            sum(view.points_held for view in views) > MOST_POINTS
-            and self._most_points > FEWEST_POINTS
-        ):
-            self._most_points //= 2
+        while sum(view.bytes_held for view in views) > MOST_BYTES and self._most_rows > FEWEST_ROWS:
+            self._most_rows //= 2
             for view in views:
-                view.thin(self._most_points)
+                view.thin(self._most_rows)
 
     def scan(self, location: str) -> bool:
         """Update the runs at a location; return whether that changed any.
@@ -86,7 +83,7 @@ class Views(Mapping[str, View]):
             name = _name(location) if run == "." else run
             if (view := before.get(run)) is None:
                 view = View(self._places[location].source(path), run, name)
-                view.thin(self._most_points)
+                view.thin(self._most_rows)
             views[run] = view
         self._views[location] = views
         if self._places[location].is_cut:

@@ -31,6 +31,7 @@ RECENT: Final = 100  # steps
 MOST_WORKERS: Final = 2**16  # of a start
 MOST_TIMED: Final = 2**12  # workers with seconds of their own: earlier versions recorded all
 NO_QUANTILES: Final = (math.nan,) * len(QUANTILES)
+OWN_PER_ROW: Final = 8  # seconds of workers that are held: 4 bytes each
 LAG: Final = 0.1  # of a step: a shorter wait for the slowest worker is not worth a report
 
 
@@ -54,16 +55,17 @@ class Newest(NamedTuple):
 
 
 class Timings:
-    """Seconds of each step: 72 bytes per step, and 4 more per worker.
+    """Seconds of each step: 76 bytes per step, and 4 more per worker.
 
     A worker's own seconds exclude its waits for other workers. The record has quantiles of many
-    workers instead.
+    workers instead. `flush` bounds the rows: one then has the means of several steps.
     """
 
     def __init__(self) -> None:
-        # step, time, attempt, workers, parts, and quantiles of own seconds, NaN if there are none
+        # the first step, the time of the last, attempt, workers, number of steps, parts, and
+        # quantiles of own seconds, NaN if there are none
         numbers = [np.float32] * len((*PARTS, *QUANTILES))
-        self._steps = Table(np.float64, np.float64, np.int32, np.int32, *numbers)
+        self._steps = Table(np.float64, np.float64, np.int32, np.int32, np.int32, *numbers)
         self._own = Table(np.float32)  # per worker of each step, in rank order
         self._newest = Newest.of_steps()
         self._trained = self._newest  # of the last attempt with a loop, for those that make no step
@@ -73,7 +75,7 @@ class Timings:
     ) -> None:
         """Append a step of at least one worker, with each worker's seconds by part and own ones."""
         *means, _ = [sum(column) / len(workers) for column in zip(*workers, strict=True)]
-        self._steps.append((step, time, attempt, len(workers), *means, *NO_QUANTILES))
+        self._steps.append((step, time, attempt, len(workers), 1, *means, *NO_QUANTILES))
         for *_, own_seconds in workers:
             self._own.append((own_seconds,))
         self._newest.workers.append((step, workers))
@@ -90,7 +92,7 @@ class Timings:
             return False
         parts = [to_float(means.get(part, 0.0)) for part in PARTS]
         seconds = [*map(to_float, values)]
-        self._steps.append((step, time, attempt, 0, *parts, *seconds))
+        self._steps.append((step, time, attempt, 0, 1, *parts, *seconds))
         if (rank := to_int(event.get("slowest"))) is not None:
             self._newest.slowest.append((step, (rank, seconds[-1], seconds[len(seconds) // 2])))
         return True
@@ -100,12 +102,60 @@ class Timings:
 
         `trained` says whether the attempt before had a loop.
         """
-        step, _, _, workers, *_ = self._steps.columns()
-        remaining = step < last[0]
-        self._own.filter(np.repeat(remaining, workers))
-        self._steps.filter(remaining)
+        step, _, _, _, count, *_ = self._steps.columns()
+        self._filter(step + (count - 1) < last[0])
         self._trained = (self._newest if trained else self._trained).before(last[0])
         self._newest = Newest.of_steps()
+
+    def _filter(self, rows: NDArray[np.bool_]) -> None:
+        self._own.filter(np.repeat(rows, self._steps.columns()[3]))
+        self._steps.filter(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all steps."""
+        return self._steps.nbytes + self._own.nbytes
+
+    def flush(self, rows: int) -> None:
+        """Put steps into arrays, of at most `rows` rows, and `OWN_PER_ROW` times as many workers.
+
+        The newest rows stay, also if they are more.
+        """
+        self._steps.flush()
+        self._own.flush()
+        while len(self._steps) > 4 * RECENT and (
+            len(self._steps) > rows or len(self._own) > OWN_PER_ROW * rows
+        ):
+            self._halve()
+
+    def _halve(self) -> None:
+        """Replace pairs of rows by their means, where steps and workers follow each other.
+
+        If few do, each second row is left out. The newest rows stay.
+        """
+        columns = [column.copy() for column in self._steps.columns()]
+        own = self._own.columns()[0].copy()
+        step, time, attempt, workers, count, *means = columns
+        pairs = (len(step) - RECENT - 1) // 2
+        first = 2 * np.arange(pairs)
+        second = first + 1
+        follows = _follows(step, count, attempt)[first] & (workers[first] == workers[second])
+        if 4 * follows.sum() >= pairs:
+            first, second = first[follows], second[follows]
+            is_first, is_second = np.zeros((2, len(step)), np.bool_)
+            is_first[first] = is_second[second] = True
+            share = (count[first] / (count[first] + count[second])).astype(np.float32)
+            for values in means:
+                values[first] = _weighted(share, values[first], values[second])
+            earlier, later = np.repeat(is_first, workers), np.repeat(is_second, workers)
+            own[earlier] = _weighted(np.repeat(share, workers[first]), own[earlier], own[later])
+            time[first] = time[second]
+            count[first] += count[second]
+            self._steps.replace(*columns)
+            self._own.replace(own)
+        is_left = np.ones(len(step), np.bool_)
+        is_left[second] = False
+        self._filter(is_left)
 
     def restore(self) -> None:
         """Return to the last attempt with a loop, because the current one made no step."""
@@ -113,9 +163,9 @@ class Timings:
 
     def steps(self) -> Steps:
         """Return all steps."""
-        step, time, attempt, workers, *numbers = self._steps.columns()
+        step, time, attempt, workers, count, *numbers = self._steps.columns()
         parts, quantiles = tuple(numbers[: len(PARTS)]), tuple(numbers[len(PARTS) :])
-        return Steps(step, time, attempt, workers, parts, quantiles, self._own.columns()[0])
+        return Steps(step, time, attempt, workers, count, parts, quantiles, self._own.columns()[0])
 
     def parts(self) -> dict[str, float | None]:
         """Return the mean seconds per step by part, over workers and the newest steps.
@@ -186,12 +236,16 @@ class Timings:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps [N]: `parts` are means over workers; `own_seconds` are those of `workers`, by step."""
+    """Steps [N]: `parts` are means over workers; `own_seconds` are those of `workers`, by step.
+
+    A row may have the means of `count` steps from `step` on, of which the last was at `time`.
+    """
 
     step: NDArray[Any]
     time: NDArray[Any]
     attempt: NDArray[Any]
     workers: NDArray[Any]
+    count: NDArray[Any]
     parts: tuple[NDArray[Any], ...]
     quantiles: tuple[NDArray[Any], ...]
     own_seconds: NDArray[Any]
@@ -218,12 +272,12 @@ class Steps:
         return {
             "x": [float(steps.step[start]) for start, _ in bounds],
             "parts": {
-                name: to_list(np.maximum(_means(span, column, len(bounds)), 0.0))
+                name: to_list(np.maximum(_means(span, column, len(bounds), steps.count), 0.0))
                 for name, column in steps.by_part().items()
             },
             "workers": steps.by_worker(span, len(bounds)),
             "quantiles": [
-                to_list(_means(span, column, len(bounds)))
+                to_list(_means(span, column, len(bounds), steps.count))
                 for column in steps.quantiles
                 if np.isfinite(column).any()
             ],
@@ -243,9 +297,9 @@ class Steps:
 
         A step's timing is recorded with the next exchange.
         """
-        follows = (np.diff(self.step) == 1) & (np.diff(self.attempt) == 0)
+        follows = _follows(self.step, self.count, self.attempt)
         wall = np.full(len(self.step), np.nan)
-        wall[1:] = np.where(follows, np.diff(self.time), np.nan)
+        wall[1:] = np.where(follows, np.diff(self.time) / self.count[1:], np.nan)
         return wall
 
     def by_worker(self, span: NDArray[np.intp], count: int) -> list[list[float | None]]:
@@ -254,7 +308,8 @@ class Steps:
         ends = np.cumsum(self.workers, dtype=np.int64)
         ranks = np.arange(len(self.own_seconds)) - np.repeat(ends - self.workers, self.workers)
         cells = np.repeat(span * largest, self.workers) + ranks
-        means = _means(cells, self.own_seconds, count * largest).reshape(count, largest)
+        weights = np.repeat(self.count, self.workers)
+        means = _means(cells, self.own_seconds, count * largest, weights).reshape(count, largest)
         return [to_list(column) for column in means.T]
 
     def _sorted(self) -> Steps:
@@ -265,8 +320,10 @@ class Steps:
     def _take(self, rows: Any, worker_rows: Any) -> Steps:
         parts = tuple(part[rows] for part in self.parts)
         quantiles = tuple(quantile[rows] for quantile in self.quantiles)
-        columns = (self.step[rows], self.time[rows], self.attempt[rows], self.workers[rows])
-        return Steps(*columns, parts, quantiles, self.own_seconds[worker_rows])
+        columns = (self.step, self.time, self.attempt, self.workers, self.count)
+        step, time, attempt, workers, count = (column[rows] for column in columns)
+        own_seconds = self.own_seconds[worker_rows]
+        return Steps(step, time, attempt, workers, count, parts, quantiles, own_seconds)
 
 
 def seconds_of(worker: Mapping[str, Any]) -> list[float]:
@@ -326,11 +383,28 @@ def _mean(values: NDArray[Any]) -> float | None:
     return float(finite.mean(dtype=np.float64)) if len(finite) else None
 
 
-def _means(groups: NDArray[Any], values: NDArray[Any], count: int) -> NDArray[np.float64]:
+def _means(
+    groups: NDArray[Any], values: NDArray[Any], count: int, weights: NDArray[Any]
+) -> NDArray[np.float64]:
     """Return the mean of the finite values of each of `count` groups; NaN for an empty group."""
     is_finite = np.isfinite(values)
     if not is_finite.all():
-        groups, values = groups[is_finite], values[is_finite]
-    counts = np.bincount(groups, minlength=count)
-    sums = np.bincount(groups, weights=values, minlength=count)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+        groups, values, weights = groups[is_finite], values[is_finite], weights[is_finite]
+    total = np.bincount(groups, weights=weights, minlength=count)
+    sums = np.bincount(groups, weights=weights * values, minlength=count)
+    return np.where(total > 0, sums / np.maximum(total, 1), np.nan)
+
+
+def _follows(step: NDArray[Any], count: NDArray[Any], attempt: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return whether each row but the first begins with the step after those of the row before."""
+    follows: NDArray[np.bool_] = step[:-1] + count[:-1] == step[1:]
+    follows &= np.diff(attempt) == 0
+    return follows
+
+
+@np.errstate(invalid="ignore")  # infinities that no run writes
+def _weighted(
+    share: NDArray[np.float32], first: NDArray[Any], second: NDArray[Any]
+) -> NDArray[Any]:
+    mean: NDArray[Any] = share * first + (1 - share) * second
+    return mean

@@ -14,7 +14,7 @@ from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from statistics import median, median_high
 from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,19 +37,15 @@ from samestep.watch.curves import (
 from samestep.watch.run_state import SYSTEM, RunState, cause
 from samestep.watch.timings import started_workers, worker_rows
 
-Item = TypeVar("Item")
-
 EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
 PEEK_BYTES: Final = 8 * 1024  # at each end: a start event with its settings, and some steps
 LONG_BYTES: Final = 2**24  # of a record: reading it takes a second
 SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
-MOST_POINTS: Final = 2**24  # of all curves, that are held: 25 to 57 bytes each
-MOST_POINTS_EACH: Final = 2**20  # of a curve; longer ones are thinned
-FEWEST_POINTS: Final = 512  # of a curve, however many curves there are
-MOST_HISTOGRAMS: Final = 200  # per name, that are sent
-MOST_ITEMS: Final = 2000  # images per name, and events, that are listed
+MOST_BYTES: Final = 2**29  # of the curves, timings, samples and histograms that are held
+MOST_ROWS: Final = 2**20  # of a curve, the timings or the samples of a host: more are thinned
+FEWEST_ROWS: Final = 512  # however many curves there are
 DEEPEST: Final = 4  # nesting of configuration values
 LOG_BYTES: Final = 256 * 1024
 LOG_LINES: Final = 500
@@ -88,7 +84,8 @@ class View:
         self._version: object = None
         self._is_read = True  # up to `_version`
         self._restarted = False  # read again from the start at `_version`
-        self._most_points = MOST_POINTS_EACH
+        self._most_rows = MOST_ROWS
+        self.bytes_held = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -142,31 +139,28 @@ class View:
         lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
         while batch := list(islice(events, EVENTS_AT_A_TIME)):
             with self._lock:
-                for event in batch:
-                    self._run.apply(event)
+                self._run.apply(*batch)
         with self._lock:
             self._run.skip_lines(lines - len(read))
-        self.thin(self._most_points)
+        self.thin(self._most_rows)
         if self._was_read and any(event.get("event") != SYSTEM for event in read):
             self._seen = time.time()
         self._offset += len(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         return True
 
-    @property
-    def points_held(self) -> int:
-        """The points of all curves in memory."""
-        return sum(map(len, self._run.curves.copy().values()))
+    def thin(self, rows: int) -> None:
+        """Keep at most `rows` rows of each curve, of timings and of samples from now on.
 
-    def thin(self, points: int) -> None:
-        """Keep at most `points` points of each curve from now on, or fewer if they are too many."""
+        If all take more than `MOST_BYTES`, fewer are kept.
+        """
         with self._lock:
-            points = min(points, self._most_points)
-            self._run.flush(points)
-            while self.points_held > MOST_POINTS and points > FEWEST_POINTS:
-                points //= 2
-                self._run.flush(points)
-            self._most_points = points
+            rows = min(rows, self._most_rows)
+            self._run.flush(rows)
+            while (held := self._run.nbytes) > MOST_BYTES and rows > FEWEST_ROWS:
+                rows //= 2
+                self._run.flush(rows)
+            self._most_rows, self.bytes_held = rows, held
 
     def _read_next(self) -> bytes:
         try:
@@ -253,13 +247,14 @@ class View:
                 "principals": [*principals(run.curves).values()],
                 "images": _images(run),
                 "histograms": [
-                    {"name": name, "count": len(series)} for name, series in run.histograms.items()
+                    {"name": name, "count": series.count} for name, series in run.histograms.items()
                 ],
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
                 "samples": run.hosts.count,
                 "samples_used": _all_samples(run),
-                "events": [vars(e) for e in run.timeline[:1] + run.timeline[1:][-MOST_ITEMS:]],
+                "events": [vars(event) for event in run.timeline],
+                "dropped_events": run.dropped_events,
                 "config": config,
                 "defaults": _defaults(config),
                 **_origin(run),
@@ -352,14 +347,14 @@ class View:
         return self._run.started or 0.0
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """Return the histograms of a name over the run, evenly thinned to at most 201 items.
+        """Return the histograms of a name over the run, evenly thinned to at most 201.
 
         Each has its step, bins as [edge nearest to zero, count], and counts of other values. Raises
         `KeyError` if there is no such name.
         """
         with self._lock:
             series = list(self._run.histograms[name])
-        return {"items": [histogram.to_json() for histogram in thin(series, MOST_HISTOGRAMS)]}
+        return {"items": [histogram.to_json() for histogram in series]}
 
     def timing(
         self, start: float | None = None, end: float | None = None, points: int = 500
@@ -409,7 +404,11 @@ class View:
 
         Raises `KeyError` if there is no such image, `RecordError` if it cannot be read.
         """
-        size, chunks = self.source.open_image(self._run.images[number].path)
+        with self._lock:
+            paths = {
+                image.number: image.path for images in self._run.images.values() for image in images
+            }
+        size, chunks = self.source.open_image(paths[number])
         first = next(chunks, b"")
         return media_type(first), size, chain([first], chunks)
 
@@ -537,24 +536,22 @@ def _all_samples(run: RunState) -> float | None:
 
 
 def _images(run: RunState) -> list[dict[str, Any]]:
-    names: dict[str, list[dict[str, Any]]] = {}
-    for image in run.images.values():
-        item = {"number": image.number, "step": image.step, "bytes": image.size}
-        item |= {"width": image.width, "height": image.height}
-        names.setdefault(image.name, []).append(item)
-    return [{"name": name, "items": thin(items, MOST_ITEMS)} for name, items in names.items()]
-
-
-def thin(items: Sequence[Item], limit: int) -> list[Item]:
-    """Return every first, second, fourth, … item and the last: at most `limit` + 1.
-
-    Most results stay the same as items are added.
-    """
-    stride = 1
-    while len(items) > limit * stride:
-        stride *= 2
-    thinned = list(items[::stride])
-    return thinned if (len(items) - 1) % stride == 0 else [*thinned, items[-1]]
+    return [
+        {
+            "name": name,
+            "items": [
+                {
+                    "number": image.number,
+                    "step": image.step,
+                    "bytes": image.size,
+                    "width": image.width,
+                    "height": image.height,
+                }
+                for image in series
+            ],
+        }
+        for name, series in run.images.items()
+    ]
 
 
 def _origin(run: RunState) -> dict[str, Any]:

@@ -264,6 +264,10 @@ class Page:
         size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
+    def use_tablet_screen(self) -> None:
+        size = {"width": 1024, "height": 768, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
     def use_desktop_screen(self) -> None:
         size = {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

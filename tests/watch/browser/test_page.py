@@ -314,6 +314,26 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
     assert "curves" in page.until("return document.querySelector('[aria-selected=true]').id")
 
 
+def test_events_that_are_frequent_bury_no_others(run, page):
+    saved = ({"event": "snapshot", "step": step} for step in range(1200))
+    removed = ({"event": "snapshot_removed", "step": step} for step in range(1200))
+    append(run, *saved, {"event": "loss_alert", "step": 7, "reason": "the loss is nan"}, *removed)
+    append(run, {"event": "snapshot", "step": 2000})
+    page.open(run.name, tab="events")
+    text = page.until("return document.querySelector('#dropped-events:not([hidden])')?.innerText")
+    left_out = int(text.split()[0].replace(",", ""))
+    assert 500 < left_out < 2403
+    assert text.endswith("older events of frequent kinds are not listed.")
+    kinds = "return [...document.querySelectorAll('#events li')].map((row) => row.dataset.kind)"
+    assert page.run(kinds)[:2] == ["snapshot", "loss_alert"]
+    page.element("#panel-events button.quiet").click()
+    page.until(f"{kinds}.length > 200")
+    assert [*dict.fromkeys(page.run(kinds))] == ["snapshot", "loss_alert", "started"]
+    toggle = "#panel-events .toggle[data-kind=snapshot_removed]"
+    page.run("document.querySelector(arguments[0]).click()", toggle)
+    page.until(f"{kinds}.includes('snapshot_removed')")
+
+
 def test_a_real_run_with_a_killed_and_replaced_worker(place, page):
     run = place / "real"
     command = [
@@ -405,6 +425,9 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
         use_screen()
         assert 0 < page.run(top) <= 200
         assert [line.text for line in page.run(is_cut)] == []
+    page.use_tablet_screen()
+    assert [line.text for line in page.run(is_cut)] == []
+    page.use_laptop_screen()
     append(run, scalars(20, **{"val/acc": "nan"}))
     page.until(f"{answer}.startsWith('⚠val/acc has not been finite since step 20')", "healthy")
     append(run, *({**timing(step), "rates": {"sgd": 0.0}} for step in range(20, 41)))

@@ -69,6 +69,33 @@ def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
             assert title.get_attribute("aria-sort") == order
 
 
+def test_step_and_duration_come_first_and_places_are_no_columns(run, page):
+    runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
+    for number, folder in enumerate(runs):
+        config = {"lanes": 8, "dir": f"/runs/{number}", "sinks": [f"s{number}"], "seed": number}
+        write(folder, started(config=config), scalars(0, loss=1.0))
+    page.open(run.name, tab="table", filter=f"{run.name}-")
+    page.element("#runs-table [data-column=seed]")
+    columns = page.run(
+        "return [...document.querySelectorAll('#runs-table [data-column]')]"
+        ".map((title) => title.dataset.column)"
+    )
+    assert {"step", "duration", "seed"} <= set(columns)
+    assert {"dir", "sinks"}.isdisjoint(columns)
+
+
+def test_a_phone_has_a_legend_of_the_runs_that_are_overlaid(run, place, page, names):
+    runs = [run, place / next(names), place / next(names)]
+    for folder in runs:
+        append(folder, scalars(0, loss=1.0), scalars(1, loss=0.5))
+    page.use_phone_screen()
+    page.open(*(folder.name for folder in runs)).points("loss", 6)
+    legend = page.element(".curves .legend")
+    assert legend.text.split() == [folder.name for folder in runs]
+    keys = "return [...document.querySelectorAll('.curves .legend .key')].map((key) =>"
+    assert len(set(page.run(f"{keys} getComputedStyle(key).getPropertyValue('--color'))"))) == 3
+
+
 def test_a_clock_that_was_set_back_gives_no_negative_duration(run, page):
     other = run.with_name(f"{run.name}-back")
     now = time.time()

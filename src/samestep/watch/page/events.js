@@ -19,8 +19,9 @@ export function eventsPanel(root) {
   const list = h("ol", { class: "events", id: "events" });
   const on = { click: () => ((all = true), again()) };
   const more = h("button", { class: "quiet", type: "button", hidden: true, on }, "Show all");
+  const dropped = h("p", { class: "empty", id: "dropped-events", hidden: true });
   const sinks = h("section", { class: "sinks" });
-  root.append(line, kinds, list, more, sinks);
+  root.append(line, kinds, list, more, dropped, sinks);
   const drawLine = onChange(({ shown, started, updated }) => {
     line.replaceChildren(...marks(shown, started, updated));
     const span = `${moment(started)} to ${moment(updated)}`;
@@ -30,6 +31,10 @@ export function eventsPanel(root) {
     const newest = shown.toReversed();
     list.replaceChildren(...newest.slice(0, all ? newest.length : FIRST).map(row));
     more.hidden = all || newest.length <= FIRST;
+  });
+  const drawDropped = onChange((number) => {
+    dropped.hidden = !number;
+    dropped.textContent = `${count(number)} older events of frequent kinds are not listed.`;
   });
   const drawKinds = onChange((counts) => {
     const toggles = counts.map(([kind, number]) => kindToggle(kind, number, hidden, again));
@@ -42,6 +47,7 @@ export function eventsPanel(root) {
       last = run;
       const kinds = [...Map.groupBy(run.events, ({ kind }) => kind)];
       drawKinds(kinds.map(([kind, events]) => [kind, events.length]).sort());
+      drawDropped(run.dropped_events);
       drawSinks({ sinks: run.sinks, images: run.dropped_images });
       again();
     },
