@@ -126,6 +126,7 @@ def test_a_run(server):
             "events",
             "config",
             "sinks",
+            "dropped_events",
             "dropped_images",
         ),
         *(
