@@ -157,6 +157,17 @@ def test_batch_norm_updates_its_running_statistics(gpus):
     assert on_cpu != [[0.0] * 3, [1.0] * 3]
 
 
+def strided_views():
+    whole = torch.zeros(2, 3, 2, device="cuda")
+    whole[..., 1] += torch.ones(2, 3, device="cuda")
+    whole[:, 1].mul_(2)
+    return whole.tolist()
+
+
+def test_operations_in_place_keep_the_strides_of_views(gpus):
+    assert gpus.call(strided_views) == [[[0.0, 1.0], [0.0, 2.0], [0.0, 1.0]]] * 2
+
+
 def random_numbers():
     drawn = []
     for _ in range(2):

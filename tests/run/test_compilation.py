@@ -16,9 +16,13 @@ COMPILE = "def compile_model(wait):\n    assert wait(60)\n"
 
 @pytest.fixture
 def said(monkeypatch):
-    """Return (lines that were announced, an event that is set after a report)."""
-    lines, reported = [], threading.Event()
+    """Return the lines that are announced, and events: of one, and of a look at all threads."""
+    lines, announced, reported = [], threading.Event(), threading.Event()
     report = compilation._report
+
+    def announce(line):
+        lines.append(line)
+        announced.set()
 
     def reporting(main):
         has_reported = report(main)
@@ -26,18 +30,18 @@ def said(monkeypatch):
         return has_reported
 
     monkeypatch.setattr(compilation, "WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(compilation, "announce", lines.append)
+    monkeypatch.setattr(compilation, "announce", announce)
     monkeypatch.setattr(compilation, "_report", reporting)
-    return lines, reported
+    return lines, announced, reported
 
 
 def test_a_slow_compilation_is_announced_with_the_line_that_caused_it(said):
-    lines, reported = said
+    lines, announced, _ = said
     names = {}
     inductor = str(Path(torch.__file__).parent / "_inductor" / "compile_fx.py")
     exec(compile(COMPILE, inductor, "exec"), names)
     with reported_compilation():
-        names["compile_model"](reported.wait)  # the line
+        names["compile_model"](announced.wait)  # the line
     [line] = lines
     number = next(
         n
@@ -47,15 +51,9 @@ def test_a_slow_compilation_is_announced_with_the_line_that_caused_it(said):
     assert line.endswith(f"has been compiling for {__file__}:{number}")
 
 
-def test_a_compilation_that_begins_late_is_announced_once(said, monkeypatch):
-    lines, reported = said
-    announced, names = threading.Event(), {}
-
-    def announce(line):
-        lines.append(line)
-        announced.set()
-
-    monkeypatch.setattr(compilation, "announce", announce)
+def test_a_compilation_that_begins_late_is_announced_once(said):
+    lines, announced, reported = said
+    names = {}
     triton = "/packages/triton/runtime/autotuner.py"  # measures which configuration is fastest
     exec(compile(COMPILE, triton, "exec"), names)
     with reported_compilation():
@@ -66,7 +64,7 @@ def test_a_compilation_that_begins_late_is_announced_once(said, monkeypatch):
 
 
 def test_a_slow_step_that_compiles_nothing_is_not_announced(said):
-    lines, reported = said
+    lines, _, reported = said
     with reported_compilation():
         assert reported.wait(60)
     assert not lines

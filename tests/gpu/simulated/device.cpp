@@ -470,6 +470,7 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage storage) {
 
 const at::Tensor& resize_(const at::Tensor& t, at::IntArrayRef size,
                           std::optional<at::MemoryFormat>) {
+  if (t.sizes() == size) return t;  // a view keeps its strides, for operations in place
   size_t elements = t.storage_offset();
   elements += c10::multiply_integers(size);
   size_t nbytes = elements * t.itemsize();
