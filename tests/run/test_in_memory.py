@@ -76,9 +76,9 @@ def saved_steps(directory, slow_rank):
     """Train, with time for a save after each step on all workers but one; return when it saved."""
     steps, save = [], in_memory.InMemorySnapshots.save
 
-    def noted(self, step, *args, **options):
-        steps.append(step)
-        save(self, step, *args, **options)
+    def noted(self, saving, *args, **options):
+        steps.append(saving.step)
+        save(self, saving, *args, **options)
 
     def time_is_up(self):
         return self._world.rank != slow_rank
