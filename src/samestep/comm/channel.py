@@ -18,7 +18,7 @@ from itertools import product
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -425,7 +425,8 @@ class Reduction:
             channel.wait(transfer, seconds, since)
 
 
-class ChannelPartners(NamedTuple):
+@dataclass
+class ChannelPartners:
     """Partners with a channel to each, by rank.
 
     `next_number` returns the number of a transfer, the same on all workers. `arrival` explains the
