@@ -119,7 +119,7 @@ def reached():
 def unanswered(monkeypatch):
     """Shorten the time that a worker waits for responses."""
     monkeypatch.setattr(watch, "RESPONSE_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 5.0)  # of which the other one needs some
 
 
 @contextmanager
