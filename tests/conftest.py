@@ -40,6 +40,13 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Let no random number of a test depend on which tests ran before: their order is random."""
+    with suppress(NameError):  # without torch
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _default_gpu_check() -> None:
     """Let torch look for GPUs as it does by itself: importing Lightning changes that."""
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)

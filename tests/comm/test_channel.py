@@ -168,17 +168,17 @@ def test_waiting_has_a_limit(channels):
 def test_the_limit_counts_from_the_last_tensor(channels):
     first, second = channels
     started = time.monotonic()
-    awaited = [first.receive((number, 0), torch.zeros(1)) for number in range(4)]
+    awaited = [first.receive((number, 0), torch.zeros(1)) for number in range(7)]
 
     def send():
-        for number in range(4):
+        for number in range(7):
             time.sleep(1)
             second.send((number, 0), torch.zeros(1))
 
     thread = threading.Thread(target=send)
     thread.start()
-    first.wait(awaited[-1], 3)
-    assert time.monotonic() - started > 3
+    first.wait(awaited[-1], 6)
+    assert time.monotonic() - started > 6
     thread.join()
 
 
@@ -375,9 +375,10 @@ def test_a_channel_may_be_idle_while_another_worker_is_awaited(meshed):
     adders = [Adder(meshed[rank], rank, 1) for rank in range(3)]
     for adder in adders[:2]:
         adder.send()
-    later = threading.Thread(target=lambda: (time.sleep(2), adders[2].send()))
+    later = threading.Timer(0.2, adders[2].send)
     later.start()
-    adders[0].reduction.wait(2.5)  # the channel to worker 1 was idle for 2 s of them
+    meshed[0][1]._active_at -= 2 * SECONDS  # the channel to worker 1 was idle for that long
+    adders[0].reduction.wait(SECONDS)
     later.join()
     assert adders[0].totals[1].item() == 222 * 2 + 3
 

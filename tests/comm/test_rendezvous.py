@@ -162,7 +162,7 @@ def test_two_workers_with_one_rank_are_found_immediately(rank):
 def test_another_program_in_the_store_is_an_error(garbage):
     def body():
         with pytest.raises(WorldError, match="another program uses MASTER_ADDR and MASTER_PORT"):
-            shared_world(timeout=10)
+            shared_world()
 
     with launcher_store() as (server, environment):
         server.set("attempt/0/samestep/0/worker/1", garbage or " ")
@@ -176,14 +176,17 @@ def test_a_launcher_s_store_serves_one_world_after_another():
         world.close()
         if world.rank == 1:
             return
-        with pytest.raises(WorldError, match=r"timed out after 0.5 s waiting for worker 1 "):
-            shared_world(timeout=0.5)
+        # the store may be slow
+        with pytest.raises(WorldError, match=r"timed out after 3 s waiting for worker 1 "):
+            shared_world(timeout=3)
 
     with launcher_store() as (_, environment):
         run_workers(body, 2, environment=environment)
 
 
 def test_workers_of_torchrun_ignore_what_earlier_attempts_left_in_its_store():
+    both = get_context("fork").Barrier(2)
+
     def body(attempt):
         # torchrun counts a failure, but not that it restarts workers for another host's sake
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt * int(os.environ["RANK"]))
@@ -195,10 +198,11 @@ def test_workers_of_torchrun_ignore_what_earlier_attempts_left_in_its_store():
             time.sleep(0.5)
         if attempt == 1:
             names = r"worker 2" if rank == 0 else "worker 0"
+            both.wait()  # with their timeout of a second
             with pytest.raises(WorldError, match=rf"for {names} to join .*SHARE_RDZV_TCP_STORE=1"):
                 shared_world(timeout=1)
             return None
-        world = shared_world(timeout=20)
+        world = shared_world()
         world.barrier("waiting")
         world.close()
         return size

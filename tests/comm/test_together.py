@@ -8,6 +8,7 @@ import samestep as ss
 from samestep.comm.base import Alone
 from samestep.comm.together import call_once, run_together
 from tests.workers import run_workers, try_workers
+from tests.worlds import be_patient, limit_waits
 
 
 def test_job_runs_alone():
@@ -17,11 +18,14 @@ def test_job_runs_alone():
 
 def test_others_wait_without_a_limit_and_get_the_result():
     def body():
-        with ss.init(lanes=2, timeout=3) as run:
+        be_patient()
+        with ss.init(lanes=2) as run:
             done = threading.Event()
+            run.barrier("starting")
+            limit_waits(run._world, 5)
 
             def prepare():
-                done.wait(5)  # more than `timeout`
+                done.wait(6)  # more than the limit
                 return {"rank": run.rank}
 
             return run.once(prepare)

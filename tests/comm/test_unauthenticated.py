@@ -222,7 +222,7 @@ def forged_entries():
 @pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "7"}])
 def test_with_a_token_forged_entries_in_other_launchers_stores_are_replaced(launcher):
     def body():
-        return type(connect(find_process(os.environ), Config(timeout=10)))
+        return type(connect(find_process(os.environ), Config(timeout=60)))
 
     with forged_entries() as variables:
         variables |= {TOKEN: SECRET, **launcher}
@@ -239,7 +239,7 @@ def test_with_a_token_a_replaced_round_of_torchrun_is_set_again():
             ):  # until worker 0 waits for this one
                 time.sleep(0.01)
             client.set("samestep/round", json.dumps("2/forged"))
-        return type(connect(find_process(os.environ), Config(timeout=10)))
+        return type(connect(find_process(os.environ), Config(timeout=60)))
 
     with forged_entries() as variables:
         variables |= {TOKEN: SECRET, "TORCHELASTIC_RUN_ID": "7"}
@@ -332,7 +332,7 @@ def test_forming_ends_in_time_if_the_store_is_stopped(phase, monkeypatch):
 
     host = FORK.Process(target=serve)
     host.start()
-    assert up.wait(20)
+    assert up.wait(60)
     try:
         began = time.monotonic()
         run_workers(

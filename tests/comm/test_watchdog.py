@@ -12,7 +12,14 @@ import pytest
 from samestep.comm import rendezvous, watchdog
 from samestep.errors import HangError, WorldError
 from tests.workers import run_workers, try_workers
-from tests.worlds import distributed_world, in_processes, on_hosts, patient_shared_world
+from tests.worlds import (
+    be_patient,
+    distributed_world,
+    in_processes,
+    limit_waits,
+    on_hosts,
+    shared_world,
+)
 
 
 def names_of_threads():
@@ -71,6 +78,7 @@ def test_a_worker_that_failed_and_closed_is_not_terminated():
     """Its world is closed, so no other worker waits for it."""
 
     def body(world):
+        watchdog.EXIT_SECONDS = watchdog.CLOSE_SECONDS = 60.0  # its thread may be late
         world.status.report_failure(LookupError())
         world.close()
         return world.status._exit_by
@@ -82,13 +90,13 @@ def test_a_worker_that_failed_and_closed_is_not_terminated():
 def test_garbage_in_the_store_is_harmless(garbage, monkeypatch):
     def body(world):
         status = world.status
-        status._call(status._publish, 5)  # the next heartbeat is a minute away
+        status._call(status._publish, 60)  # the next heartbeat is a minute away
         world.barrier("publishing")
         status._client._store.set(f"heartbeat/{1 - world.rank}", garbage)
-        assert not status._call(status._heartbeats, 5)
+        assert not status._call(status._heartbeats, 60)
         world.barrier("reading")
         status._client._store.set("alarm", garbage)
-        status._call(status._publish, 5)
+        status._call(status._publish, 60)
         assert world.all_gather_json(1, "waiting") == [1, 1]
         status.finish()
         return names_of_threads()
@@ -97,10 +105,12 @@ def test_garbage_in_the_store_is_harmless(garbage, monkeypatch):
     assert on_hosts(2, 2, body) == [["MainThread", "samestep watchdog"]] * 2
 
 
-def test_one_worker_reports_and_the_others_name_it(monkeypatch):
+def test_one_worker_reports_and_the_others_name_it():
     def body():
-        world = patient_shared_world(timeout=3)
+        be_patient(hung_rank=3)
+        world = shared_world()
         world.barrier("waiting")
+        limit_waits(world, 3)
         if world.rank == 3:
             time.sleep(3600)
         with pytest.raises(WorldError) as caught:
@@ -108,7 +118,6 @@ def test_one_worker_reports_and_the_others_name_it(monkeypatch):
         world.close()
         return isinstance(caught.value, HangError), str(caught.value)
 
-    monkeypatch.setattr(watchdog, "EXIT_SECONDS", 0.3)
     *others, sleeper = try_workers(body, 4)
     assert sleeper.exitcode == 1
     reports = [text for is_report, text in (end.value for end in others) if is_report]
@@ -128,7 +137,7 @@ def test_heartbeats_are_plain_data():
         world = distributed_world(hosts=2)
         world.status.set_activity("counting")
         world.status._write_at = world.status._publish_at = 0.0
-        world.status._call(world.status._publish, 5)
+        world.status._call(world.status._publish, 60)
         world.barrier("publishing")
         (beat,) = json.loads(world.status._client._store.get(f"heartbeat/{1 - world.rank}"))
         world.barrier("reading")
@@ -142,10 +151,10 @@ def test_workers_of_a_host_publish_one_heartbeat(monkeypatch):
     def body(world):
         status = world.status
         world.barrier("starting")
-        status._call(status._publish, 5)
+        status._call(status._publish, 60)
         status._write_at = status._publish_at = 0.0
         world.barrier("writing")
-        status._call(status._publish, 5)
+        status._call(status._publish, 60)
         world.barrier("publishing")
         keys = [status._client.get(f"heartbeat/{rank}") for rank in range(world.size)]
         world.barrier("reading")
@@ -161,9 +170,9 @@ def test_workers_that_cannot_open_their_board_publish_their_own_status(monkeypat
     def body(world):
         status = world.status
         status._write_at = status._publish_at = 0.0
-        status._call(status._publish, 5)
+        status._call(status._publish, 60)
         world.barrier("publishing")
-        seen = status._call(status._heartbeats, 5)
+        seen = status._call(status._heartbeats, 60)
         world.barrier("reading")
         return status._board.ranks, sorted(seen)
 
@@ -175,8 +184,9 @@ def test_workers_that_cannot_open_their_board_publish_their_own_status(monkeypat
 
 def test_another_worker_publishes_for_a_host_s_first_one_that_is_stopped():
     def body():
-        world = distributed_world(timeout=2, hosts=2)
+        world = distributed_world(timeout=30, hosts=2)
         pids = world.all_gather_json(os.getpid(), "sharing pids")
+        limit_waits(world, 4)
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
@@ -190,7 +200,7 @@ def test_another_worker_publishes_for_a_host_s_first_one_that_is_stopped():
 
     messages = [end.value or "" for end in try_workers(body, 4)]
     (report,) = [text for text in messages if "likely cause: SIGSTOP" in text]
-    assert report.startswith("timed out after 2 s waiting for worker 2: workers 0, 1 and 3 were ")
+    assert report.startswith("timed out after 4 s waiting for worker 2: workers 0, 1 and 3 were ")
 
 
 def test_samples_of_other_hosts_reach_the_worker_that_writes_the_record():

@@ -24,7 +24,15 @@ from samestep.comm.distributed import (
 from samestep.comm.shared_memory import INLINE_BYTES
 from samestep.errors import HangError, WorldError
 from tests.workers import run_workers, try_workers
-from tests.worlds import distributed_world, in_processes, in_threads, on_hosts, shared_world
+from tests.worlds import (
+    be_patient,
+    distributed_world,
+    in_processes,
+    in_threads,
+    limit_waits,
+    on_hosts,
+    shared_world,
+)
 
 FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first row of `Distributed`
 LENGTHS = [
@@ -410,13 +418,15 @@ def test_the_timeout_of_a_swap_counts_from_its_first_message():
     noticed = get_context("fork").Event()
 
     def body():
-        world = distributed_world(timeout=4, hosts=2)
+        be_patient()
+        world = distributed_world(hosts=2)
         tensor = torch.ones(4 * LARGE // 4)
         begin = world.begin_swap(1 - world.rank, [torch.empty_like(tensor)], "swapping")
         world.barrier("starting")
         if world.rank == 1:
-            noticed.wait(60)
+            noticed.wait()
             os._exit(0)
+        limit_waits(world, 4)
         (end,) = begin([tensor])
         time.sleep(2)  # counts towards the timeout
         with pytest.raises(HangError, match="swapping"):
@@ -480,7 +490,7 @@ def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
     assert [outcome.exitcode for outcome in outcomes] == [0, 0, 7, 0][:workers]
     for outcome in outcomes[:2] + outcomes[3:]:
         seconds, messages = outcome.value
-        assert seconds < 10
+        assert seconds < 60
         for name, message in messages.items():
             assert (
                 f"worker {outcome.rank} got no response from other workers while calling {name}"

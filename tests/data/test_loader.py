@@ -395,5 +395,5 @@ KEPT = []
 @forks
 def test_loader_processes_exit_with_a_process_that_exits_inside_its_loop():
     assert end_soon(
-        run_workers(lambda: KEPT.append(begin_endless_loading()) or KEPT[0][1], 1, timeout=20.0)[0]
+        run_workers(lambda: KEPT.append(begin_endless_loading()) or KEPT[0][1], 1, timeout=120.0)[0]
     )

@@ -490,7 +490,7 @@ def test_two_downloads_do_not_wait_for_each_other_to_make_room(tmp_path, monkeyp
     def size_later(self, path):
         if first.endswith(path):
             is_locked.set()
-            is_asked_twice.wait(10)
+            is_asked_twice.wait(300)
         return size(self, path)
 
     def noted_lock(self, name, how):
@@ -506,10 +506,10 @@ def test_two_downloads_do_not_wait_for_each_other_to_make_room(tmp_path, monkeyp
         threading.Thread(target=cache.fetch, args=(url,), daemon=True) for url in (first, second)
     ]
     downloads[0].start()
-    assert is_locked.wait(10)
+    assert is_locked.wait(300)
     downloads[1].start()
     for download in downloads:
-        download.join(20)
+        download.join(300)
         assert not download.is_alive()
     assert is_asked_twice.is_set()
 

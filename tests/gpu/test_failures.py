@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import samestep as ss
-from samestep.comm import distributed, watchdog
+from samestep.comm import distributed
 from samestep.errors import HangError
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT, VISIBLE
 from tests.jobs import events
+from tests.worlds import be_patient
 
 GATHER = "all_gather_single 1"  # of the parameters, in the first step
 NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error, NCCL version 2.29
@@ -25,7 +26,7 @@ socketStartConnect: Connect to 10.0.0.1 failed"""
 
 def train(after_step=lambda run, model: None, timeout=4.0, directory=None):
     """Train a small model with a sharded optimizer for three steps."""
-    # busy workers start far apart
+    be_patient(exit_seconds=10.0)
     with ss.init(lanes=2, timeout=timeout, dir=directory, hot_every=1) as run:
         model = run.replicate(nn.Linear(64, 8))
         optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -57,6 +58,7 @@ def test_failed_worker_does_not_wait_for_nccl(gpus):
 
 def closing(error, timeout=4.0):
     """Train without a `with` block, and leave the first step by `error` or a break."""
+    be_patient(exit_seconds=10.0)
     run = ss.init(lanes=2, timeout=timeout, check_every=None)
     try:
         model = run.replicate(nn.Linear(64, 8))
@@ -79,6 +81,7 @@ def test_worker_that_failed_closes_its_run_without_waiting_for_nccl(gpus):
 
 def ending(timeout=4.0):
     """Train for one step, after which nothing reads what the device computes."""
+    be_patient(exit_seconds=10.0)
     with ss.init(lanes=2, timeout=timeout, check_every=None) as run:
         model = run.replicate(nn.Linear(64, 8))
         optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -135,7 +138,6 @@ def read_late(run, model):
 
 
 def reading():
-    watchdog.RESPONSE_SECONDS = watchdog.DIAGNOSIS_SECONDS = 30.0  # for a busy machine
     train(read_late, timeout=60.0)
 
 

@@ -16,7 +16,7 @@ FORK = get_context("fork")
 TOKEN = "token-of-the-tests"
 PORT = 29400
 JOB = Path(__file__).with_name("job.py")
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 240.0
 
 
 class Here:

@@ -223,9 +223,12 @@ def test_a_signal_to_restarted_workers_waits_until_the_run_has_resumed():
 
 
 def test_an_error_after_a_signal_is_not_a_clean_stop():
+    both_handle_it = FORK.Barrier(2)
+
     def body():
         arrived = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: arrived.set())
+        both_handle_it.wait()  # or the signal ends worker 0 in another way, or comes too early
         if rank() == 1:
             os.kill(os.getppid(), signal.SIGTERM)
         arrived.wait()

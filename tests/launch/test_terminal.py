@@ -87,13 +87,13 @@ def test_an_invalid_option_is_only_the_diagnosis(tmp_path):
 
 def test_a_hang_names_the_worker_that_is_awaited(tmp_path):
     fault = "run.rank == 1 and run.step == 1 and time.sleep(3600)"
-    status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=5.0", colors=True)
+    status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=10.0", colors=True)
     assert status == 1
     assert any(line.startswith("\033[33msamestep:\033[0m stalled: ") for line in lines)
     lines = [re.sub(r"\033\[\d+m", "", line) for line in lines]
     stalled, first = [line for line in lines if line.startswith("samestep: ")][1:3]
     assert re.match(r"samestep: stalled: worker 0 has waited \d+ s at step 1 while ", stalled)
-    awaited = "HangError: timed out after 5 s waiting for worker 1: worker 0 was "
+    awaited = "HangError: timed out after 10 s waiting for worker 1: worker 0 was "
     assert first.startswith(f"samestep: error: {awaited}")
     assert lines[-1].startswith("likely cause: ")
 

@@ -140,7 +140,7 @@ def test_a_run_touches_its_file(tmp_path, monkeypatch):
     file = tmp_path / NAME
     with closing(DirectoryLock(tmp_path, None)):
         os.utime(file, (0, 0))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while file.stat().st_mtime == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -204,7 +204,7 @@ def test_heartbeats_continue_after_one_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(module.os, "utime", utime)
     with closing(DirectoryLock(tmp_path, None)):
-        assert repeated.wait(10)
+        assert repeated.wait(300)
 
 
 def test_closing_does_not_wait_for_a_disk_that_stalls(monkeypatch, caplog):
@@ -215,5 +215,5 @@ def test_closing_does_not_wait_for_a_disk_that_stalls(monkeypatch, caplog):
         lock.close()
         assert f"the storage of {folder / NAME} did not respond for 0.2 s" in caplog.text
         recover()
-        lock._thread.join(20)
+        lock._thread.join(300)
         assert not refused(folder)

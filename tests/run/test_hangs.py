@@ -8,6 +8,8 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -18,14 +20,17 @@ import samestep as ss
 from samestep.comm import watchdog as watch
 from samestep.errors import HangError
 from tests.jobs import fit
+from tests.launch.processes import kernel_state
 from tests.namespaces import hosts
 from tests.workers import try_workers
+from tests.worlds import be_patient, limit_waits
 
-TIMEOUT = 0.5
+TIMEOUT = 3.0
 WAITED = (
     f"timed out after {TIMEOUT:g} s waiting for worker 1: worker 0 was exchanging losses at step 2"
 )
 GONE_SECONDS = 60.0  # after the report
+START_SECONDS = 30.0  # also the limit of calls of a store that does not respond
 
 
 class Numbers(Dataset):
@@ -42,22 +47,37 @@ class Numbers(Dataset):
         return torch.full((1, 8, 8), float(number))
 
 
-def never_return(number):
-    """Never return for 21, which worker 1 of two reads in step 2."""
-    if number == 21:
-        time.sleep(3600)
+def hanging(reached):
+    """Return what never returns for 21, which worker 1 of two reads in step 2.
+
+    Worker 0, which reads 16 there, waits until worker 1 hangs, also on a busy machine.
+    """
+
+    def never_return(number):
+        if number == 16:
+            reached.wait()
+        if number == 21:
+            reached.set()
+            time.sleep(3600)
+
+    return never_return
 
 
 def loss_fn(model, numbers):
     return model(numbers).mean()
 
 
-def train(run, dataset=None, at_step_two=lambda: None, **options):
-    """Train on eight numbers per step, in order; worker 1 calls `at_step_two` in step 2."""
+def train(run, dataset=None, at_step_two=lambda: None, timeout=None, **options):
+    """Train on eight numbers per step, in order; worker 1 calls `at_step_two` in step 2.
+
+    After step 1, waits time out after `timeout`.
+    """
     model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def after_step(_):
+        if timeout and run.step == 1:
+            limit_waits(run._world, timeout)
         if run.rank == 1 and run.step == 2:
             at_step_two()
 
@@ -74,11 +94,15 @@ def train(run, dataset=None, at_step_two=lambda: None, **options):
     )
 
 
-def ends_of(job, *, alone_on_hosts=False):
-    """Return the outcomes of two workers; `alone_on_hosts` makes them use torch.distributed."""
+def ends_of(job, *, hung=1, alone_on_hosts=False):
+    """Return the outcomes of two workers; `alone_on_hosts` makes them use torch.distributed.
+
+    The worker `hung` is ended soon after the other one has failed.
+    """
 
     def body():
-        with ss.init(lanes=4, timeout=TIMEOUT) as run:
+        be_patient(hung)
+        with ss.init(lanes=4) as run:
             job(run)
 
     environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if alone_on_hosts else {}
@@ -86,16 +110,16 @@ def ends_of(job, *, alone_on_hosts=False):
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    """Shorten the time after which a worker that does not exit after a failure is killed."""
-    monkeypatch.setattr(watch, "EXIT_SECONDS", 0.3)
+def reached():
+    """Return the event that worker 1 is where it hangs."""
+    return get_context("fork").Event()
 
 
 @pytest.fixture
 def unanswered(monkeypatch):
     """Shorten the time that a worker waits for responses."""
     monkeypatch.setattr(watch, "RESPONSE_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "DIAGNOSIS_SECONDS", 5.0)  # of which the other one needs some
 
 
 @contextmanager
@@ -108,10 +132,11 @@ def soon():
 
 
 @pytest.mark.parametrize("alone_on_hosts", [False, True])
-def test_data_set_that_never_returns(alone_on_hosts, capfd):
+def test_data_set_that_never_returns(alone_on_hosts, reached, capfd):
     with soon() as reported:
         first, second = ends_of(
-            lambda run: train(run, Numbers(never_return)), alone_on_hosts=alone_on_hosts
+            lambda run: train(run, Numbers(hanging(reached)), timeout=TIMEOUT),
+            alone_on_hosts=alone_on_hosts,
         )
         reported(first)
     headline, *lines = str(first.error).splitlines()
@@ -133,9 +158,9 @@ def test_data_set_that_never_returns(alone_on_hosts, capfd):
     assert "frame #" not in printed  # of C++
 
 
-@pytest.mark.usefixtures("hasty")
-def test_loader_process_that_never_returns():
-    first, _ = ends_of(lambda run: train(run, Numbers(never_return), loader_workers=1))
+def test_loader_process_that_never_returns(reached):
+    dataset = Numbers(hanging(reached))
+    first, _ = ends_of(lambda run: train(run, dataset, timeout=TIMEOUT, loader_workers=1))
     assert "try loader_workers=0 to see where" in str(first.error)
 
 
@@ -188,20 +213,23 @@ def test_worker_that_makes_a_different_call(job, call, cause, alone_on_hosts):
     assert f"likely cause: {cause}" in str(ends[0].error)
 
 
-@pytest.mark.usefixtures("hasty", "unanswered")
+@pytest.mark.usefixtures("unanswered")
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_stopped_worker(stopped):
     """Worker 0 runs the store, so no reports arrive while it is stopped."""
 
-    def stop(number):
-        if number == 16 + 4 * stopped:  # the first of step 2 that this worker reads
-            os.kill(os.getpid(), signal.SIGSTOP)
-
     def body():
-        with ss.init(lanes=4, timeout=TIMEOUT) as run:
+        with ss.init(lanes=4, timeout=START_SECONDS) as run:
             pids = run.all_gather(os.getpid())
+
+            def stop(number):
+                if number == 16 + 4 * stopped:  # the first of step 2 that this worker reads
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                while number == 20 - 4 * stopped and kernel_state(pids[stopped]) != "T":
+                    time.sleep(0.01)
+
             try:
-                train(run, Numbers(stop))
+                train(run, Numbers(stop), timeout=TIMEOUT)
             finally:
                 if run.rank != stopped:
                     os.kill(pids[stopped], signal.SIGCONT)
@@ -223,10 +251,11 @@ def test_stopped_worker(stopped):
 
 
 def test_workers_that_were_all_suspended_for_longer_than_the_timeout_go_on():
-    timeout, suspended = 10.0, 11.0  # workers may need some seconds to start
+    timeout, suspended = 5.0, 6.0
 
     def suspend_all(pids):
         """Suspend the workers, and resume the one that waits before the one it waits for."""
+        started = time.monotonic()  # the fork may stop this process before it runs again
         if (pid := os.fork()) == 0:
             for worker in pids:
                 os.kill(worker, signal.SIGSTOP)
@@ -235,14 +264,14 @@ def test_workers_that_were_all_suspended_for_longer_than_the_timeout_go_on():
                 os.kill(worker, signal.SIGCONT)
                 time.sleep(0.5)
             os._exit(0)
-        started = time.monotonic()
         os.waitpid(pid, 0)
         assert time.monotonic() - started > timeout
 
     def body():
-        with ss.init(lanes=4, timeout=timeout) as run:
+        be_patient()
+        with ss.init(lanes=4) as run:
             pids = run.all_gather(os.getpid())
-            train(run, at_step_two=lambda: suspend_all(pids))
+            train(run, at_step_two=lambda: suspend_all(pids), timeout=timeout)
 
     assert [end.error for end in try_workers(body, 2)] == [None, None]
 
@@ -254,8 +283,9 @@ def test_broken_network_link_between_two_hosts():
         def body():
             host = (first_host, second_host)[int(os.environ["RANK"])]
             host.enter()
-            with ss.init(lanes=4, timeout=TIMEOUT) as run:
-                train(run, at_step_two=lambda: second_host.plug(into=False))
+            with ss.init(lanes=4, timeout=START_SECONDS) as run:
+                unplug = partial(second_host.plug, into=False)
+                train(run, at_step_two=unplug, timeout=TIMEOUT)
 
         place = {
             "LOCAL_RANK": "0",
@@ -283,20 +313,19 @@ def test_failure_stops_a_worker_that_does_not_respond():
             time.sleep(3600)
 
     with soon() as reported:
-        first, second = ends_of(lambda run: train(run, Numbers(fail_or_sleep)))
+        first, second = ends_of(lambda run: train(run, Numbers(fail_or_sleep)), hung=0)
         reported(second)
     assert isinstance(second.error, ss.errors.LoaderError)
     assert (first.exitcode, first.error) == (1, None)
 
 
-@pytest.mark.usefixtures("hasty")
-def test_loss_of_the_store_stops_a_worker_that_does_not_respond(capfd):
+def test_loss_of_the_store_stops_a_worker_that_does_not_respond(reached, capfd):
     """Worker 1 waits for no other worker, so only the loss of the store stops it."""
 
     def die_or_sleep(number):
+        hanging(reached)(number)
         if number == 16:
             os.kill(os.getpid(), signal.SIGKILL)
-        never_return(number)
 
     ends = ends_of(lambda run: train(run, Numbers(die_or_sleep)))
     assert [end.exitcode for end in ends] == [-signal.SIGKILL, 1]

@@ -190,13 +190,13 @@ def sleepy(run):
     for batch in run.batches(TensorDataset(torch.arange(20.0).view(20, 1)), 4, epochs=1):
         run.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
         optimizer.step()
-        time.sleep(0.5 * run.rank)
+        time.sleep(1.0 * run.rank)
 
 
 def test_a_worker_that_is_slow_in_user_code_is_the_slowest(tmp_path):
     run_workers(train, 2, sleepy, tmp_path, {"lanes": 2})
     first, second = view_of(tmp_path).summary()["workers"]
-    assert (first["lag"], second["lag"]) == (None, pytest.approx(1, abs=0.4))
+    assert (first["lag"], second["lag"]) == (None, pytest.approx(1, abs=0.6))
     assert second["seconds"] > first["seconds"] + 0.25
 
 
@@ -251,14 +251,14 @@ def kinds_of(directory):
 
 
 def test_a_worker_that_keeps_others_waiting_is_named(tmp_path, capfd):
-    run_workers(train, 2, stalling, tmp_path, {"lanes": 2, "timeout": 8})
+    run_workers(train, 2, stalling, tmp_path, {"lanes": 2, "timeout": 20})
     (stall,) = events(tmp_path, "stalled")
     (end,) = events(tmp_path, "recovered")
     assert (stall["step"], end["step"]) == (1, 2)
     assert re.match(
-        r"worker 0 has waited [2-7] s at step 1 while exchanging losses, for worker 1 \(host .*,"
-        r" process \d+\), which is at step 1 \(in the body of a loop\); the run ends after"
-        r" timeout=8 s$",
+        r"worker 0 has waited ([5-9]|1\d) s at step 1 while exchanging losses, for worker 1 "
+        r"\(host .*, process \d+\), which is at step 1 \(in the body of a loop\); "
+        r"the run ends after timeout=20 s$",
         stall["reason"],
     )
     assert f"samestep: stalled: {stall['reason']}\n" in capfd.readouterr().err

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("job.py")
 TOKEN = "a token of the attacked runs"
 PHASES = ("forming", "running", "resuming")
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 240.0
 LAUNCH = """
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from samestep.snapshot.hooks import Mirror
 from samestep.snapshot.remote import RemoteDirectory
 from samestep.storage import Retries, Storage, StorageError
 from samestep.watch.runs import open_views
+from tests.python import run_python
 from tests.snapshot.faulty import failing, faulty_storage
 from tests.watch.serving import until
 from tests.watch.writing import started, write
@@ -43,9 +42,9 @@ def test_a_run_and_its_resume_write_no_secret(tmp_path):
     script, run, sent = tmp_path / "train.py", tmp_path / "run", tmp_path / "sent"
     script.write_text(SCRIPT)
     flags = ["--dir", run, "--sinks", f"file://{sent}?token={HIDDEN}"]
-    command = [sys.executable, "-m", "samestep", "run", *flags, script, f"--password={HIDDEN}"]
+    command = ["-m", "samestep", "run", *flags, script, f"--password={HIDDEN}"]
     words = [*map(str, command), "--token", HIDDEN]
-    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    run_python(*words, check=True)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert events[0]["settings"] == {
         "lr": 0.1,
@@ -55,7 +54,7 @@ def test_a_run_and_its_resume_write_no_secret(tmp_path):
     }
     assert events[0]["command"].endswith("'--password=***' --token '***'")
     assert events[0]["config"]["sinks"] == [f"file://{sent}?token=***"]
-    resumed = subprocess.run([*words, "fail"], check=False, capture_output=True, timeout=120)
+    resumed = run_python(*words, "fail")
     assert resumed.returncode == 1
     (run / "logs" / "worker-0.log").unlink()  # what the script prints is its own
     assert HIDDEN not in contents(run)

@@ -151,7 +151,7 @@ def test_a_save_does_not_wait_until_older_snapshots_are_verified(tmp_path, monke
 
     def read_slowly(path):
         blocked.set()
-        assert free.wait(20)
+        assert free.wait(300)
         return check(path)
 
     monkeypatch.setattr("samestep.snapshot.commit.check", read_slowly)
@@ -159,7 +159,7 @@ def test_a_save_does_not_wait_until_older_snapshots_are_verified(tmp_path, monke
         for step in (4, 5):
             writer.save(step, small_state(step), {}, {})
             writer.wait()
-            assert blocked.wait(20)
+            assert blocked.wait(300)
             assert steps_in(tmp_path) == list(range(1, step + 1))
         free.set()
         writer.wait(tidy_seconds=20.0)

@@ -63,7 +63,7 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
     def make_pass():
         passes.append(None)
         begun.release()
-        may_end.wait(20)
+        may_end.wait(300)
 
     background = hook_of(make_pass)
     background.on_commit(Path())
@@ -71,7 +71,7 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
     background.on_commit(Path())
     background.close()
     may_end.set()
-    background._thread.join(20)
+    background._thread.join(300)
     assert len(passes) == 1
 
 
@@ -141,11 +141,11 @@ def test_training_does_not_wait_for_the_function(directory):
 
     def wait(_):
         was_asked.set()
-        is_saved.wait(20)
+        is_saved.wait(300)
 
     with closing(FunctionHook(wait, lambda *_, **__: None)) as transfer:
         transfer.on_commit(directory / steps_of(1)[0])
-        assert was_asked.wait(20)
+        assert was_asked.wait(300)
         transfer.on_commit(directory / steps_of(2)[0])
         is_saved.set()
         transfer.finish()

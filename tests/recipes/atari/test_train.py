@@ -83,9 +83,7 @@ def train(workers, directory, *changes):
 
     That is networks, optimizer, emulators, replays, and what it logged and drew.
     """
-    scores = run_workers(
-        recipe.main, workers, [*SMALL, "--dir", str(directory), *changes], timeout=100
-    )
+    scores = run_workers(recipe.main, workers, [*SMALL, "--dir", str(directory), *changes])
     assert all(others == scores[0] for others in scores)
     return {
         **scores[0],

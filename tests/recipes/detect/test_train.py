@@ -41,7 +41,7 @@ OTHERWISE = [
 def train(workers, directory, data, *changes, **environment):
     """Return the scores of a run and all that it left, by name."""
     arguments = [*SMALL, f"data.path={data}", "--dir", str(directory), *changes]
-    scores = run_workers(main, workers, arguments, timeout=110, environment=environment)
+    scores = run_workers(main, workers, arguments, environment=environment)
     assert all(others == scores[0] for others in scores)
     predictions = (
         (directory / PREDICTIONS_FILE).read_text()
@@ -107,9 +107,7 @@ def test_a_run_that_stopped_in_an_epoch_goes_on_as_if_it_had_not(trained, digits
     stopped_at, steps_per_epoch = 2, steps_of(digits)
     assert 0 < stopped_at < steps_per_epoch
     arguments = [*SMALL, f"data.path={digits}", "--dir", str(tmp_path)]
-    run_workers(
-        main, 2, arguments, timeout=110, environment={"SAMESTEP_STOP_AFTER": str(stopped_at)}
-    )
+    run_workers(main, 2, arguments, environment={"SAMESTEP_STOP_AFTER": str(stopped_at)})
     assert [event["step"] for event in events(tmp_path, "stopped")] == [stopped_at]
 
     assert train(3, tmp_path, digits) == trained[1]
@@ -174,7 +172,7 @@ def seen_by(arguments):
 def test_every_image_is_used_once_an_epoch(workers, epochs, digits):
     steps = epochs * steps_of(digits)
     seen = run_workers(
-        seen_by, workers, [*SMALL, f"data.path={digits}", f"optimizer.steps={steps}"], timeout=110
+        seen_by, workers, [*SMALL, f"data.path={digits}", f"optimizer.steps={steps}"]
     )
     assert Counter(number for numbers in seen for number in numbers) == dict.fromkeys(
         range(1, 14), epochs

@@ -109,7 +109,10 @@ def test_what_is_compared_holds_every_network_and_both_optimizers_after_updates(
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(variant, marks=[pytest.mark.long] * (variant == "step")) for variant in VARIANTS],
+    [
+        pytest.param(variant, marks=[pytest.mark.long] * (variant in {"linear", "step"}))
+        for variant in VARIANTS
+    ],
 )
 def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_workers(
     variant, data, trained, tmp_path
