@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
+import socket
+import threading
+import warnings
 from contextlib import suppress
 from random import Random
 
 import pytest
 
 from samestep.comm.link import to_text
-from samestep.comm.store_server import KeyValueStore
+from samestep.comm.store_server import KeyValueStore, StoreServer, StoreThread
 
 VALUES = [
     None,
@@ -77,3 +82,26 @@ def test_any_request_has_an_answer_or_an_error():
 def test_a_wait_is_bounded(seconds):
     with pytest.raises(ValueError, match=r"seconds must be|invalid request|could not convert"):
         asyncio.run(KeyValueStore().handle({"do": "wait", "keys": ["never"], "seconds": seconds}))
+
+
+def test_connections_at_the_end_are_closed():
+    name = f"\0samestep-{os.urandom(8).hex()}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    thread = StoreThread(StoreServer("", 0), listener)
+    is_blocked, may_go_on = threading.Event(), threading.Event()
+    thread._loop.call_soon_threadsafe(lambda: (is_blocked.set(), may_go_on.wait(60)))
+    assert is_blocked.wait(60)
+    thread._loop.call_soon_threadsafe(thread._end.set)
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+    for client in clients:
+        client.connect(name)
+    may_go_on.set()
+    thread.close()
+    for client in clients:
+        client.close()
+    del thread
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []

@@ -23,6 +23,7 @@ MAX_LOGGED_ADDRESSES: Final = 100  # of refused connections
 MAX_STORED: Final = 1 << 28  # characters of all keys and values
 MAX_ANSWER: Final = 1 << 20  # characters of values, unless one is longer
 _READ_BYTES: Final = 1 << 16
+TURNS: Final = 8  # of the event loop; from an accept until the connection is served take 3
 
 
 class PeerExitedError(ConnectionError):
@@ -332,7 +333,17 @@ class StoreThread:
     async def _serve(self) -> None:
         async with await start_server(self._serve_peer, self._listener):
             await self._end.wait()
+            # asyncio leaves the socket of a connection open that is cancelled before it is served
+            asyncio.get_running_loop().remove_reader(self._listener)
+            await _pass_turns()
             tasks = asyncio.all_tasks() - {current_task()}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await _pass_turns()  # until the sockets are closed
+
+
+async def _pass_turns() -> None:
+    """Let the event loop do what was begun, such as to accept a connection, which takes turns."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
