@@ -126,11 +126,11 @@ class FileCheck:
         listed = {listed_path(root, name).absolute(): name for name in names}
         unknown = set(listed)
         for part, paths in files.items():
-            own = [path.absolute() for path in paths]
-            left_out[part] = {index for index, path in enumerate(own) if path in listed}
+            absolute_paths = [path.absolute() for path in paths]
+            left_out[part] = {index for index, path in enumerate(absolute_paths) if path in listed}
             if count := len(left_out[part]):
-                self.say(f"{part}: data.leave_out lists {count} of {len(own)} files")
-            unknown.difference_update(own)
+                self.say(f"{part}: data.leave_out lists {count} of {len(absolute_paths)} files")
+            unknown.difference_update(absolute_paths)
         if strange := sorted(listed[path] for path in unknown if not path.exists()):
             of_all = f"{len(strange)} of {len(names)} names are not found"
             self.say(f"data.leave_out: {of_all} in {root}, first: {printable(strange[0])}")
@@ -343,8 +343,8 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     """Return the number of each class, or its range for many classes."""
     if len(counts) <= SHOWN_CLASSES:
         return ", ".join(f"{name} {count}" for name, count in counts.items())
-    least, most = min(counts.values()), max(counts.values())
-    return f"{len(counts)} classes with {least if least == most else f'{least} to {most}'} each"
+    low, high = min(counts.values()), max(counts.values())
+    return f"{len(counts)} classes with {low if low == high else f'{low} to {high}'} each"
 
 
 def _stamp(path: Path) -> list[int] | None:

@@ -95,13 +95,13 @@ class Listing:
 
 def data_folder(path: Path | None, expected: str) -> Path:
     """Return `data.path`. Raises `ImageError` if it is not set or does not exist."""
-    found = None if path is None else listed_path(Path(), path)
-    if found is None or not found.exists():
+    folder = None if path is None else listed_path(Path(), path)
+    if folder is None or not folder.exists():
         got = "none" if path is None else f"{printable(path)}, which does not exist"
         raise ImageError(f"data.path must be {expected}, got {got}")
-    if printable(found) != os.fspath(found):
-        raise ImageError(f"{printable(found)}: {EXPECTED_NAME}; rename the folder")
-    return found
+    if printable(folder) != os.fspath(folder):
+        raise ImageError(f"{printable(folder)}: {EXPECTED_NAME}; rename the folder")
+    return folder
 
 
 def find_images(folder: Path) -> Listing:

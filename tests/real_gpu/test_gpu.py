@@ -45,8 +45,8 @@ def samestep(*arguments, directory):
 
 
 def fingerprint(output):
-    [found] = re.findall(r"hash (\w{64})", output)
-    return found
+    [digest] = re.findall(r"hash (\w{64})", output)
+    return digest
 
 
 @pytest.mark.parametrize("exchange", ["host memory", "NCCL"])

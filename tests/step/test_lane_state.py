@@ -178,20 +178,20 @@ def test_a_float_that_lanes_update_is_refused(loss_fn, name):
 
 
 def test_floats_that_lanes_only_set_are_allowed():
-    net, shown = Net(), []
+    net, texts = Net(), []
     net.last, net.scale = 1.0, None
 
     def loss_fn(model, rows):
         if model.scale is None:  # a cache
             model.scale = len(rows) ** -0.5
-        shown.append(f"{model.last:.17g}")  # as text only
+        texts.append(f"{model.last:.17g}")  # as text only
         loss = model(rows) * model.scale
         model.last = loss.item()
         return loss + 0.5 * model.last
 
     assert trained(loss_fn, net=net) == 4
     assert type(net.last) is float
-    assert len(set(shown)) == 16  # also the values of earlier lanes
+    assert len(set(texts)) == 16  # also the values of earlier lanes
 
 
 def test_a_hidden_float_that_a_lane_keeps_is_a_number_again():

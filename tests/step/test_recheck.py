@@ -108,8 +108,8 @@ def test_three_workers_find_and_name_the_one_whose_bits_are_wrong():
     assert len(FAULTS) > LANES
     for step, (place, shift, times) in enumerate(FAULTS):
         owner = step % LANES // 2
-        errors = [found[step][0] for found in by_rank]
-        flips = [found[step][1] for found in by_rank]
+        errors = [results[step][0] for results in by_rank]
+        flips = [results[step][1] for results in by_rank]
         if place == FREE:
             assert errors == [None] * 3
             assert not any(flips)
@@ -146,9 +146,9 @@ def test_two_workers_are_both_named():
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_single_worker_computes_the_lane_twice(lanes):
-    found = train_with([(FREE, 0, 0), ("gradients", 0, 1), ("activations", 0, 1)], lanes)
-    assert [flips for _, flips in found] == [0, 1, 1]
-    none, gradient, activation = (error for error, _ in found)
+    results = train_with([(FREE, 0, 0), ("gradients", 0, 1), ("activations", 0, 1)], lanes)
+    assert [flips for _, flips in results] == [0, 1, 1]
+    none, gradient, activation = (error for error, _ in results)
     assert none is None
     assert gradient.tensor == GRADIENT
     assert (activation.ranks, activation.lane) == ((0,), 2 % lanes)

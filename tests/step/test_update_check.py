@@ -36,8 +36,8 @@ def flip(tensor):
 
 def segments(optimizer, is_sticky):
     """Return what the optimizer updates of this worker's slice, of a sticky fault the last one."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return own[-1:] if is_sticky else own
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters[-1:] if is_sticky else parameters
 
 
 @contextmanager
@@ -91,8 +91,8 @@ TENSORS = {
 
 
 def faults_of(kinds):
-    found = [train_with(fault) for fault in kinds]
-    return [*found, train_with("update", is_sticky=True, steps=40)]
+    errors = [train_with(fault) for fault in kinds]
+    return [*errors, train_with("update", is_sticky=True, steps=40)]
 
 
 def test_three_workers_find_the_one_whose_update_is_wrong():

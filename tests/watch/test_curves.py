@@ -345,24 +345,24 @@ def long_curves():
 
 
 def test_a_thinned_curve_keeps_its_extremes_and_its_summary(long_curves):
-    whole, thinned = long_curves
-    assert len(whole) == 5000
+    complete, thinned = long_curves
+    assert len(complete) == 5000
     assert len(thinned) <= 512
-    expected, summary = whole.summary(), thinned.summary()
+    expected, summary = complete.summary(), thinned.summary()
     assert summary.pop("trend") == pytest.approx(expected.pop("trend"), abs=0.03)
     assert summary == expected
     answer = ask(thinned)
     assert (answer["points"], answer["exact"]) == (5000, False)
     assert (answer["x"][0], answer["x"][-1]) == (0, 4999)
     for name, extreme in {"value": max, "low": min, "high": max}.items():
-        assert extreme(answer[name]) == extreme(ask(whole, points=5000)[name])
+        assert extreme(answer[name]) == extreme(ask(complete, points=5000)[name])
 
 
 def test_the_average_of_a_thinned_curve_weights_what_it_left_out(long_curves):
-    whole, thinned = (made.points(0.995) for made in long_curves)
-    at_kept = np.searchsorted(whole.step, thinned.step)
-    np.testing.assert_allclose(thinned.smooth[50:], whole.smooth[at_kept][50:], atol=0.05)
-    assert np.average(thinned.mean, weights=thinned.count) == pytest.approx(whole.value.mean())
+    complete, thinned = (made.points(0.995) for made in long_curves)
+    at_kept = np.searchsorted(complete.step, thinned.step)
+    np.testing.assert_allclose(thinned.smooth[50:], complete.smooth[at_kept][50:], atol=0.05)
+    assert np.average(thinned.mean, weights=thinned.count) == pytest.approx(complete.value.mean())
 
 
 def test_a_thinned_curve_is_resumed_and_grows(long_curves):

@@ -94,12 +94,12 @@ def test_a_part_that_ends_in_the_next_step_is_not_counted_twice():
 
 def test_a_healthy_slower_worker_is_no_alarm_and_a_wait_states_its_share():
     own_seconds = {"healthy": (0.044, 0.049), "waits": (0.044, 0.074)}
-    found = {}
+    tables = {}
     for name, seconds in own_seconds.items():
         workers = [(own, 0.0, 0.1, 0.0, 0.0) for own in seconds]
-        found[name] = timings(*[(step, 0.15 * step, 0, workers) for step in range(9)]).workers()
-    assert [worker["lag"] for worker in found["healthy"]] == [None, None]  # 1.1 times the other
-    assert [worker["lag"] for worker in found["waits"]] == [None, pytest.approx(0.2)]
+        tables[name] = timings(*[(step, 0.15 * step, 0, workers) for step in range(9)]).workers()
+    assert [worker["lag"] for worker in tables["healthy"]] == [None, None]  # 1.1 times the other
+    assert [worker["lag"] for worker in tables["waits"]] == [None, pytest.approx(0.2)]
 
 
 def test_one_pause_of_a_worker_is_no_lag():
@@ -119,15 +119,15 @@ def test_time_workers_and_the_header_have_the_same_step(tmp_path, monkeypatch):
             worker |= {"evaluation": evaluation, "logging": 0.0}
     view = view_of(tmp_path, started(), *made)
     monkeypatch.setattr(view_module.time, "time", lambda: START + now)
-    shown = view.summary()
+    summary = view.summary()
     mean = (now - 0.1) / 8
-    assert sum(shown["parts"].values()) == pytest.approx(mean, abs=1e-6)
-    assert shown["progress"]["samples_per_second"] == pytest.approx(8 / mean)
-    assert [sum(worker["parts"].values()) for worker in shown["workers"]] == [
+    assert sum(summary["parts"].values()) == pytest.approx(mean, abs=1e-6)
+    assert summary["progress"]["samples_per_second"] == pytest.approx(8 / mean)
+    assert [sum(worker["parts"].values()) for worker in summary["workers"]] == [
         pytest.approx(mean)
     ] * 2
-    assert shown["parts"]["evaluation"] == pytest.approx(0.8 / 8)
-    assert shown["parts"]["other"] == pytest.approx(1.25 / 8, abs=1e-6)
+    assert summary["parts"]["evaluation"] == pytest.approx(0.8 / 8)
+    assert summary["parts"]["other"] == pytest.approx(1.25 / 8, abs=1e-6)
 
 
 def test_own_seconds_in_earlier_records_exclude_the_exchange():
@@ -213,15 +213,15 @@ def alternating(steps):
 
 
 def test_bounded_steps_keep_their_means_and_the_newest_ones():
-    whole, bounded = alternating(3000), alternating(3000)
+    unbounded, bounded = alternating(3000), alternating(3000)
     bounded.flush(1000)
     assert len(bounded.steps().step) <= 1000
     assert bounded.steps().count.sum() == 3000
-    whole.flush(3000)
-    assert bounded.nbytes < whole.nbytes / 2
-    assert bounded.parts() == whole.parts()
-    assert bounded.workers() == whole.workers()
-    expected, answer = (made.steps().to_json(None, None, 3) for made in (whole, bounded))
+    unbounded.flush(3000)
+    assert bounded.nbytes < unbounded.nbytes / 2
+    assert bounded.parts() == unbounded.parts()
+    assert bounded.workers() == unbounded.workers()
+    expected, answer = (made.steps().to_json(None, None, 3) for made in (unbounded, bounded))
     for part in ("data", "compute", "other"):
         assert answer["parts"][part] == pytest.approx(expected["parts"][part], rel=0.02)
     for of_worker, expected_of_worker in zip(answer["workers"], expected["workers"], strict=True):

@@ -180,8 +180,10 @@ def peer_user(connection: socket.socket) -> int | None:
     expected = [(_unmapped(ip_address(end[0].partition("%")[0])), end[1]) for end in ends]
     for fields in _sockets():
         if int(fields[1].partition(":")[2], 16) == expected[0][1]:
-            found = [(_unmapped(address), port) for address, port in map(_endpoint, fields[1:3])]
-            if found == expected:
+            endpoints = [
+                (_unmapped(address), port) for address, port in map(_endpoint, fields[1:3])
+            ]
+            if endpoints == expected:
                 return None if int(fields[7]) == OVERFLOW_USER else int(fields[7])
     return None
 

@@ -227,9 +227,9 @@ class Report:
     def __init__(self, record: RecordedRun, folder: Path, request: Request) -> None:
         self._record, self._folder, self._request = record, folder, request
         files = [_json(path) for path in sorted(folder.glob("replay-*.json"))]
-        found = [report for file in files for report in file["reports"]]
+        reports = [report for file in files for report in file["reports"]]
         self.reports: list[dict[str, Any]] = sorted(
-            found, key=lambda report: (report["call"], report["lane"])
+            reports, key=lambda report: (report["call"], report["lane"])
         )
         self._worst = dict(files[0]["worst"]) if files else {}
         self._skipped = files[0]["skipped"] if files else ""

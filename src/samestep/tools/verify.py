@@ -122,8 +122,8 @@ def describe_loaders(
     if isinstance(other, VerifyError):
         loaders = 0 if tracer.loaders else 2
         return f"Note: with loader_workers={loaders}, it fails: {str(other).splitlines()[-1]}"
-    found = first_difference([run, other], tracer.observations, tracer.buffers)
-    return f"Note: the script would not be the same with loader processes, first at {found}"
+    difference = first_difference([run, other], tracer.observations, tracer.buffers)
+    return f"Note: the script would not be the same with loader processes, first at {difference}"
 
 
 def print_report(

@@ -53,8 +53,8 @@ class _Recorder(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         tensors = [part for part in tree_leaves(outputs) if isinstance(part, torch.Tensor)]
         if any(tensor.is_cuda for tensor in (*inputs, *tensors)):
-            known = {_memory(tensor) for tensor in inputs}
-            new = [_memory(tensor) not in known for tensor in tensors]
+            addresses = {_memory(tensor) for tensor in inputs}
+            new = [_memory(tensor) not in addresses for tensor in tensors]
             for tensor, is_new in zip(tensors, new, strict=True):
                 if is_new and tensor.is_cuda:
                     self.inside[_memory(tensor)] = _bytes_of(tensor)

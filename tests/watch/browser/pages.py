@@ -108,10 +108,10 @@ def downloaded(folder: Path, pattern: str) -> Path:
     The browser reserves the name with an empty file first, and then renames the whole one to it.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (found := [file for file in folder.glob(pattern) if file.stat().st_size]):
+    while not (files := [file for file in folder.glob(pattern) if file.stat().st_size]):
         assert time.monotonic() < deadline, f"no {pattern} among {list(folder.iterdir())}"
         time.sleep(0.05)
-    return found[0]
+    return files[0]
 
 
 class Page:

@@ -129,9 +129,9 @@ def test_colors_of_runs_differ_from_each_other_and_from_the_sheet(theme):
 def colors(theme):
     """Return the colors of a theme by the names of their variables."""
     css = (PAGE / "page.css").read_text()
-    found = re.findall(r"--([\w-]+): (?:light-dark\()?(#[0-9a-f]{6})(?:, (#[0-9a-f]{6})\))?;", css)
-    assert len(found) > 20
-    return {name: dark if theme == "dark" and dark else light for name, light, dark in found}
+    colors = re.findall(r"--([\w-]+): (?:light-dark\()?(#[0-9a-f]{6})(?:, (#[0-9a-f]{6})\))?;", css)
+    assert len(colors) > 20
+    return {name: dark if theme == "dark" and dark else light for name, light, dark in colors}
 
 
 def contrast(first, second):

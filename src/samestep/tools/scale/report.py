@@ -26,8 +26,8 @@ def report_lines(study: Study) -> Iterator[str]:
 
 
 def _verdict(study: Study) -> Iterator[str]:
-    fewest, most = study.fewest_workers, study.most_workers
-    if most == fewest:
+    fewest, greatest = study.fewest_workers, study.most_workers
+    if greatest == fewest:
         yield "No verdict: it needs at least two worker counts, for example -n 1,2."
         yield from _warning(study)
         return
@@ -37,10 +37,10 @@ def _verdict(study: Study) -> Iterator[str]:
         efficiency = f"{study.speedup(best).middle / best:.0%}"
         yield f"Use {best} workers: {_digits(factor)} times as fast as {fewest} ({efficiency})."
     else:
-        factor = study.speedup(most).middle / fewest
+        factor = study.speedup(greatest).middle / fewest
         workers = counted(fewest, "worker")
-        yield f"Stay with {workers}: {most} are {_digits(factor)} times as fast."
-    compared = study.speedup(best if best > fewest else most)
+        yield f"Stay with {workers}: {greatest} are {_digits(factor)} times as fast."
+    compared = study.speedup(best if best > fewest else greatest)
     if compared.lowest < fewest < compared.highest:
         yield "These runs differ more among themselves: increase --repeats or --steps to be sure."
     yield from _warning(study)
