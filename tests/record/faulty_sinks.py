@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,18 @@ class Stopping(Hanging):
     def take(self, event: Any) -> None:
         """Stop."""
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Killed(Hanging):
+    """A sink that kills its process, whose child keeps the pipes open until it is released."""
+
+    def take(self, event: Any) -> None:
+        """Do so in the first call."""
+        if not (self._directory / "hanging").exists():
+            (self._directory / "hanging").touch()
+            if os.fork() > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.close(0)
+            while not (self._directory / "released").exists():
+                time.sleep(0.01)
+            os._exit(0)

@@ -19,7 +19,7 @@ from samestep.record.events import parse_events
 from samestep.record.exporter import ExporterProcess
 from samestep.record.sinks import SinkSpec
 from samestep.record.source import open_source
-from tests.record.faulty_sinks import Hanging, Refusing, Stopping, name_of
+from tests.record.faulty_sinks import Hanging, Killed, Refusing, Stopping, name_of
 
 SECONDS = 60.0
 
@@ -195,6 +195,19 @@ def test_sinks_of_an_exporter_that_stops_again_and_again_are_reported(
     assert statuses(run)[stopping]["behind_bytes"] >= size
     assert statuses(run)[stopping]["error"] == "the exporter did not respond"
     assert f"bytes of the record were not sent to {stopping}" in caplog.text
+
+
+def test_an_exporter_that_was_killed_before_it_was_asked_to_finish_is_replaced(record, run):
+    process = ExporterProcess(run, sinks(name_of(Killed)), record)
+    record.event("finished", step=1)
+    wait_until((run / "hanging").exists)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    killed = process.pid
+    process._request_finish()
+    (run / "released").touch()
+    process.finish()
+    assert process.pid != killed
+    assert statuses(run)[name_of(Killed)]["behind_bytes"] == 0
 
 
 WRITER = """

@@ -133,8 +133,8 @@ class ExporterProcess:
     def _request_finish(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError, ValueError):  # it has exited
-                self._process.stdin.write(f"{FINISH_SECONDS}\n".encode())
-                self._process.stdin.flush()
+                # not through the buffer, which would be written again, and fail, when it is closed
+                os.write(self._process.stdin.fileno(), f"{FINISH_SECONDS}\n".encode())
 
     def _record_status(self, status: dict[str, Any]) -> None:
         sink, nbytes = self._sinks[status["name"]], status["behind_bytes"]

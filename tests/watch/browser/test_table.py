@@ -72,15 +72,15 @@ def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
 def test_step_and_duration_come_first_and_places_are_no_columns(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
     for number, folder in enumerate(runs):
-        config = {"lanes": 8, "dir": f"/runs/{number}", "sinks": [f"s{number}"], "seed": number}
+        config = {"dir": f"/runs/{number}", "sinks": [f"s{number}"], "lanes": 8 + number}
         write(folder, started(config=config), scalars(0, loss=1.0))
     page.open(run.name, tab="table", filter=f"{run.name}-")
-    page.element("#runs-table [data-column=seed]")
+    page.element("#runs-table [data-column=lanes]")
     columns = page.run(
         "return [...document.querySelectorAll('#runs-table [data-column]')]"
         ".map((title) => title.dataset.column)"
     )
-    assert {"step", "duration", "seed"} <= set(columns)
+    assert {"step", "duration", "lanes"} <= set(columns)
     assert {"dir", "sinks"}.isdisjoint(columns)
 
 
