@@ -186,21 +186,22 @@ class UpdateCheck:
             for group_number, group in enumerate(optimizer.param_groups)
             if any(member is parameter for member in group["params"])
         )
-        dtypes = {name: [str(t.dtype), t.shape, t.nbytes] for name, t in tensors.items()}
-        header = json.dumps([part.number, part.place, group, numbers, dtypes]).encode()
+        # most optimizers count steps on the host, whose tensors are hashed in another way
+        kinds = {name: [str(t.dtype), t.shape, t.nbytes, t.is_cpu] for name, t in tensors.items()}
+        header = json.dumps([part.number, part.place, group, numbers, kinds]).encode()
         data = [bytes_of(tensor).cpu().numpy().tobytes() for tensor in tensors.values()]
         return b"".join([header, b"\n", *data])
 
     def _repeat(self, packed: bytes) -> Hashes:
         """Update this worker's copy of the parameters, and return hashes of the results."""
         header, _, data = packed.partition(b"\n")
-        number, place, group, values, dtypes = json.loads(header)
+        number, place, group, values, kinds = json.loads(header)
         buffer = self._shard.flat_buffers[number]
         flat = buffer.flats[buffer.exchange.local_rank]
-        for name, (dtype, shape, nbytes) in dtypes.items():
-            kind = getattr(torch, dtype.removeprefix("torch."))
-            tensor = torch.frombuffer(bytearray(data[:nbytes]), dtype=kind).view(shape)
-            values[name], data = tensor.to(flat.device), data[nbytes:]
+        for name, (dtype_name, shape, nbytes, is_of_host) in kinds.items():
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            tensor = torch.frombuffer(bytearray(data[:nbytes]), dtype=dtype).view(shape)
+            values[name], data = tensor if is_of_host else tensor.to(flat.device), data[nbytes:]
         gradient = values.pop(PARAMETER)
         parameter = Parameter(flat[place : place + len(gradient)].clone())
         parameter.grad = gradient
