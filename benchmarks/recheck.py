@@ -216,8 +216,7 @@ class Trials:
         changed = bytes_of(self._slices())
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
-        if self._update(batch) is not None:
-            raise SystemExit("an alarm without a fault")
+        self._update(batch)  # without a check: each optimizer has one in a step
         # a flip of the state is compared before the update, which may round it off
         is_changed = flip.place == IN_UPDATES[0] or changed != bytes_of(self._slices())
         is_changed = self.run.all_gather(is_changed)[flip.rank]

@@ -224,6 +224,28 @@ def test_what_code_changes_is_no_fault():
     assert run_workers(changed_by_code, 2) == [[True, False, True, True, False, True]] * 2
 
 
+def with_two_optimizers():
+    """Train two models in turn, as in a GAN; return the results of all comparisons by step."""
+    by_step = []
+    with noted() as compared, ss.init(lanes=2, timeout=60, recheck_every=2) as run:
+        pairs = []
+        for _ in range(2):
+            model = run.replicate(Net())
+            pairs.append((model, run.shard(torch.optim.AdamW(model.parameters(), lr=0.01))))
+        for batch in run.batches(images(16), 4, steps=4):
+            compared.clear()
+            for model, optimizer in pairs:
+                run.backward(classify, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+            by_step.append(list(compared))
+    return by_step
+
+
+def test_each_optimizer_is_checked_once_in_a_step():
+    assert run_workers(with_two_optimizers, 2) == [[[], [True] * 2, [], [True] * 2]] * 2
+
+
 def divided_among_hosts(world, across):
     """Return whether the updates of an optimizer of several hosts were repeated, and its model."""
     with noted() as compared:

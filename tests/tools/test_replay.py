@@ -204,6 +204,16 @@ def test_an_alert_is_compared_with_the_losses_of_its_call(call, word, tmp_path):
     assert report.differs == (call == 1)
 
 
+def test_an_alert_of_an_earlier_history_is_not_compared(tmp_path):
+    alert = {"event": "loss_alert", "step": 1, "call": 0, "losses": [[0, 4.0]]}
+    history = [{"event": "started", "step": 0}, alert, {"event": "timing", "step": 2}]
+    lines = [json.dumps({"time": 1.0, **event}) for event in (*history, history[0], history[2])]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    assert RecordedRun.read(tmp_path, 1).alert == {"time": 1.0, **alert}
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert RecordedRun.read(tmp_path, 1).alert == {}
+
+
 def test_a_loss_of_the_whole_batch_blames_no_lane(tmp_path, monkeypatch, capfd):
     request = Request(0, str(tmp_path))
     monkeypatch.setenv(*next(iter(request.environment.items())))

@@ -73,7 +73,8 @@ class SharedDirectory:
 class Start:
     """Where this start of a run begins: at a snapshot, or anew.
 
-    All workers create it, and call its methods, together. `owner` is the run in `dir`.
+    All workers create it, and call `find_snapshot` and `load_best`, together. `owner` is the run in
+    `dir`.
     """
 
     def __init__(

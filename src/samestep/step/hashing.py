@@ -21,8 +21,8 @@ Value = TypeVar("Value")
 
 
 def majority(values: Sequence[Value]) -> Value | None:
-    """Return the JSON of more than half of at least three workers, None if there is none."""
-    texts = [json.dumps(value) for value in values]
+    """Return the JSON value of more than half of at least three workers, None if there is none."""
+    texts = [json.dumps(value, sort_keys=True) for value in values]
     text, votes = Counter(texts).most_common(1)[0]
     return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
 

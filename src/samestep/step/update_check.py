@@ -70,7 +70,7 @@ class UpdateCheck:
     def __init__(self, shard: Shard, world: World, name_of: Callable[[Tensor], str]) -> None:
         self._shard, self._world, self._name_of = shard, world, name_of
         self._handle: RemovableHandle | None = None  # of the hook before an update that is due
-        self._step = self._number = 0
+        self._step, self._number = -1, 0  # of the last update that was due
         self._versions: list[int] = []  # of flat storage when the step began
         self._left: list[Left] = []
         self._changed: list[str] = []  # keys of state that nothing has written since
@@ -83,13 +83,14 @@ class UpdateCheck:
         Across "host", other hosts update the same slices, so comparing parameters finds faults.
         """
         number, rest = divmod(step + 1, every)
-        is_next_due = (step + 2) % every == 0
-        if self._shard.across == "host" or (rest and not is_next_due):
+        is_next_due, is_new = (step + 2) % every == 0, step != self._step
+        # a pass after the checked update is for another optimizer, such as that of a generator
+        is_due = not rest and (is_new or self._handle is not None)
+        if self._shard.across == "host" or not (is_due or is_next_due):
             return
-        is_new = self._handle is None or step != self._step  # not another pass before the update
-        if not rest and is_new:
+        if is_due and is_new:  # the first pass before the update
             self._step, self._number, self._versions = step, number - 1, self._flat_versions()
-        if not rest and self._handle is None:
+        if is_due and self._handle is None:
             # the last hook, after those of user code that change gradients
             self._handle = self._shard.optimizer.register_step_pre_hook(self._before_update)
         self._shard.after_update(partial(self._after_update, is_next_due=is_next_due))
@@ -186,21 +187,22 @@ class UpdateCheck:
             for group_number, group in enumerate(optimizer.param_groups)
             if any(member is parameter for member in group["params"])
         )
-        dtypes = {name: [str(t.dtype), t.shape, t.nbytes] for name, t in tensors.items()}
-        header = json.dumps([part.number, part.place, group, numbers, dtypes]).encode()
+        # most optimizers count steps on the host, whose tensors are hashed in another way
+        kinds = {name: [str(t.dtype), t.shape, t.nbytes, t.is_cpu] for name, t in tensors.items()}
+        header = json.dumps([part.number, part.place, group, numbers, kinds]).encode()
         data = [bytes_of(tensor).cpu().numpy().tobytes() for tensor in tensors.values()]
         return b"".join([header, b"\n", *data])
 
     def _repeat(self, packed: bytes) -> Hashes:
         """Update this worker's copy of the parameters, and return hashes of the results."""
         header, _, data = packed.partition(b"\n")
-        number, place, group, values, dtypes = json.loads(header)
+        number, place, group, values, kinds = json.loads(header)
         buffer = self._shard.flat_buffers[number]
         flat = buffer.flats[buffer.exchange.local_rank]
-        for name, (dtype, shape, nbytes) in dtypes.items():
-            kind = getattr(torch, dtype.removeprefix("torch."))
-            tensor = torch.frombuffer(bytearray(data[:nbytes]), dtype=kind).view(shape)
-            values[name], data = tensor.to(flat.device), data[nbytes:]
+        for name, (dtype_name, shape, nbytes, is_of_host) in kinds.items():
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            tensor = torch.frombuffer(bytearray(data[:nbytes]), dtype=dtype).view(shape)
+            values[name], data = tensor if is_of_host else tensor.to(flat.device), data[nbytes:]
         gradient = values.pop(PARAMETER)
         parameter = Parameter(flat[place : place + len(gradient)].clone())
         parameter.grad = gradient

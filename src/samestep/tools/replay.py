@@ -136,7 +136,7 @@ class RecordedRun:
                 alert = event
             if event.get("event") in STARTS:
                 if not event.get("continues", True) or event["event"] == "started":
-                    starts, reached = [], -1  # another history
+                    starts, reached, alert = [], -1, {}  # another history
                 starts.append(event)
             elif isinstance(at, int) and event.get("event") in {"timing", "failed", "loss_alert"}:
                 reached = max(reached, at)
