@@ -6,6 +6,7 @@ import argparse
 import collections
 import json
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from traceback import FrameSummary
@@ -50,3 +51,26 @@ def test_classes_of_samestep_python_and_packages_are_installed():
     installed = (list, collections.OrderedDict, argparse.Namespace, torch.nn.Linear, ss.Patience)
     assert all(map(is_installed, installed))
     assert not is_installed(type("Own", (torch.nn.Linear,), {"__module__": __name__}))
+
+
+@pytest.mark.parametrize(
+    ("main", "own", "other"),
+    [
+        (f"{PURELIB}/jobs/nested/train.py", "jobs/models.py", "jobs_of_others/models.py"),
+        (f"{PURELIB}/train.py", "train.py", "train/models.py"),
+    ],
+)
+def test_an_installed_package_that_runs_as_a_program_is_the_users(monkeypatch, main, own, other):
+    assert not is_users(f"{PURELIB}/{own}")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", main, raising=False)
+    assert is_users(main)
+    assert is_users(f"{PURELIB}/{own}")
+    assert not is_users(f"{PURELIB}/{other}")
+    assert not is_users(torch.__file__)
+    assert not is_users(ss.__file__)
+    assert not is_users(json.__file__)
+
+
+def test_samestep_is_not_the_users_if_it_runs_as_a_program(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", ss.__file__, raising=False)
+    assert not is_users(ss.__file__)

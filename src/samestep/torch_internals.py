@@ -266,6 +266,11 @@ def step_pre_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
     return optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001
 
 
+def step_post_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
+    """Return the hooks that run after an optimizer's step, of which there is no public list."""
+    return optimizer._optimizer_step_post_hooks.values()  # noqa: SLF001
+
+
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
     """Return the optimizer's `step` without hooks, to update some parameters before the others."""
     return getattr(type(optimizer).step, "__wrapped__", None)

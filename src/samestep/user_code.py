@@ -20,8 +20,22 @@ LOADER: Final = "dataloader.py"  # torch's: shown, because the worker waits for 
 
 
 def is_users(path: str) -> bool:
-    """Return whether a file of code is the user's own, also of a notebook or of `exec`."""
-    return not path.startswith(NOT_USERS) and not is_of_package(path)
+    """Return whether a file of code is the user's own, also of a notebook or of `exec`.
+
+    So is the package, installed or not, that runs as a program, as in `python -m package.train`.
+    """
+    is_theirs = not path.startswith(NOT_USERS) and not is_of_package(path)
+    return is_theirs or (not path.startswith(SAMESTEP) and path.startswith(_main_package()))
+
+
+def _main_package() -> str:
+    """Return the folder or file of the program below a folder of packages, NUL if it is in none."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    ends = [path.rfind(folder) + len(folder) for folder in PACKAGES if folder in path]
+    if not ends:
+        return "\0"  # in no path
+    name, separator, _ = path[max(ends) :].partition(os.sep)
+    return f"{path[: max(ends)]}{name}{separator}"
 
 
 def is_installed(kind: type) -> bool:

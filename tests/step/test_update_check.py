@@ -12,7 +12,8 @@ from torch import nn
 import samestep as ss
 from samestep.config import Config
 from samestep.errors import RecheckError
-from samestep.step import update_check
+from samestep.step import shard, update_check
+from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.shard import ELEMENTWISE, Shard
 from samestep.step.update_check import UpdateCheck
@@ -41,12 +42,16 @@ def segments(optimizer, is_sticky):
 
 
 @contextmanager
-def before_gather(optimizer, act):
+def before_gather(act):
     """Call `act` in the block after each update, before its parameters are sent."""
-    handle = optimizer.register_step_post_hook(lambda *_: act())
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
-    yield
-    handle.remove()
+
+    def gather_after(*arguments):
+        act()
+        all_gather(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "all_gather", gather_after)
+        yield
 
 
 def train_with(fault, *, is_sticky=False, make=torch.optim.AdamW, steps=STEPS, model_of=Net):
@@ -73,7 +78,7 @@ def train_with(fault, *, is_sticky=False, make=torch.optim.AdamW, steps=STEPS, m
             if now == "parameters":
                 flip_all()
             faults = {"update": flip_all, "new state": partial(flip_all, "exp_avg_sq")}
-            with before_gather(optimizer, faults.get(now, lambda: None)):
+            with before_gather(faults.get(now, lambda: None)):
                 try:
                     optimizer.step()
                 except RecheckError as error:
@@ -244,6 +249,30 @@ def with_two_optimizers():
 
 def test_each_optimizer_is_checked_once_in_a_step():
     assert run_workers(with_two_optimizers, 2) == [[[], [True] * 2, [], [True] * 2]] * 2
+
+
+def clipped_before_it_is_sent(params, **options):
+    """Return an optimizer that limits the weights of its own slice after each update."""
+    optimizer = torch.optim.AdamW(params, **options)
+
+    @torch.no_grad()
+    def clip(*_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.02, 0.02)
+
+    optimizer.register_step_post_hook(clip)
+    return optimizer
+
+
+def train_clipped():
+    with noted() as compared:
+        error, _ = train_with(None, make=clipped_before_it_is_sent, steps=3)
+    return error, compared
+
+
+def test_what_a_hook_from_before_shard_writes_is_no_fault():
+    assert run_workers(train_clipped, 2) == [(None, [False] * 3)] * 2
 
 
 def divided_among_hosts(world, across):

@@ -30,7 +30,7 @@ from samestep.step.flat_buffer import (
 )
 from samestep.step.gradients import Parameters
 from samestep.step.layout import Fragment, TensorSlice, storage_order
-from samestep.torch_internals import step_pre_hooks, step_without_hooks
+from samestep.torch_internals import step_post_hooks, step_pre_hooks, step_without_hooks
 
 ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
@@ -86,6 +86,8 @@ class Shard:
         if initial["state"]:
             self.load_state_dict(initial)
         optimizer.register_step_pre_hook(self._before_step)
+        # no other hook can write this worker's slice before it is sent
+        self.sends_first = all(map(_is_ours, step_post_hooks(optimizer)))
         optimizer.register_step_post_hook(self._gather)
 
     def _index(self, buffer: FlatBuffer, fragment: Fragment) -> int:
@@ -131,13 +133,9 @@ class Shard:
         single update.
         """
         update = step_without_hooks(self.optimizer)
-        is_ours = [
-            getattr(hook, "__module__", "").startswith(PACKAGE)
-            for hook in step_pre_hooks(self.optimizer)
-        ]
         # each arrives after those behind it; the caller updates the last one
         order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
-        if update is None or not all(is_ours) or not order:
+        if update is None or not all(map(_is_ours, step_pre_hooks(self.optimizer))) or not order:
             return
         # [buffers, segments] placeholders, given back to one buffer at a time
         placeholders = [
@@ -207,6 +205,10 @@ class Shard:
             for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True)
         ]
         load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith(PACKAGE)
 
 
 def _fragment_state(

@@ -107,7 +107,8 @@ class UpdateCheck:
         # a closure, or a hook that was added since the step began, may still change the gradient
         *_, last = step_pre_hooks(self._shard.optimizer)
         is_final = len(args) == 1 and not kwargs and last == self._before_update
-        sent = self._pack(turn) if self._world.rank == owner and is_final else b""
+        can_repeat = is_final and self._shard.sends_first
+        sent = self._pack(turn) if self._world.rank == owner and can_repeat else b""
         what = f"repeating the update of worker {owner}"
         received = self._world.all_gather_bytes(sent, what)[owner]
         if received and self._world.rank != owner:
