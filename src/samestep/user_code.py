@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import FrameSummary
@@ -16,6 +17,7 @@ FROZEN: Final = "<frozen"  # modules of Python's own start
 NOT_USERS: Final = (SAMESTEP, STANDARD, FROZEN)
 _TORCH: Final = getattr(find_spec("torch"), "origin", None) or ""  # which is not imported here
 BELOW_CALLERS: Final = (SAMESTEP, f"{Path(_TORCH).parent}{os.sep}", FROZEN)
+KEPT_FILES: Final = 4096
 LOADER: Final = "dataloader.py"  # torch's: shown, because the worker waits for loader processes
 
 
@@ -24,18 +26,22 @@ def is_users(path: str) -> bool:
 
     So is the package, installed or not, that runs as a program, as in `python -m package.train`.
     """
+    return _is_users(path, getattr(sys.modules.get("__main__"), "__file__", None) or "")
+
+
+@lru_cache(KEPT_FILES)  # asked for each function that a loss function reaches
+def _is_users(path: str, program: str) -> bool:
     is_theirs = not path.startswith(NOT_USERS) and not is_of_package(path)
-    return is_theirs or (not path.startswith(SAMESTEP) and path.startswith(_main_package()))
+    return is_theirs or (not path.startswith(SAMESTEP) and path.startswith(_package_of(program)))
 
 
-def _main_package() -> str:
-    """Return the folder or file of the program below a folder of packages, NUL if it is in none."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    ends = [path.rfind(folder) + len(folder) for folder in PACKAGES if folder in path]
+def _package_of(program: str) -> str:
+    """Return the folder or file of a program below a folder of packages, NUL if it is in none."""
+    ends = [program.rfind(folder) + len(folder) for folder in PACKAGES if folder in program]
     if not ends:
         return "\0"  # in no path
-    name, separator, _ = path[max(ends) :].partition(os.sep)
-    return f"{path[: max(ends)]}{name}{separator}"
+    name, separator, _ = program[max(ends) :].partition(os.sep)
+    return f"{program[: max(ends)]}{name}{separator}"
 
 
 def is_installed(kind: type) -> bool:
