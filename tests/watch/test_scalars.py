@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.watch import scalars as scalars_module
-from samestep.watch.scalars import FEW_ROWS, Scalars
+from samestep.watch.scalars import FEW_ROWS, ScalarEvent, Scalars
 
 VALUES = st.floats() | st.integers(-9, 9) | st.sampled_from([True, None, "1.5", 10**400, [], {}])
 NAMES = st.sampled_from(["loss", "accuracy", "lr"])
@@ -30,7 +30,8 @@ def points_of(scalars):
 def added(events, at_once):
     scalars = Scalars()
     for number, (values, low, high) in enumerate(events):
-        scalars.add((number // 2, number % 2 == 0), 0.5 * number, values, low, high)
+        position = number // 2, number % 2 == 0
+        scalars.add(ScalarEvent(position, 0.5 * number, values, low, high))
         if number % at_once == at_once - 1:
             scalars.append_rows()
     scalars.append_rows()
@@ -73,7 +74,7 @@ def test_a_thinned_curve_goes_on():
     scalars.flush(100)
     assert scalars.nbytes < bytes_before / 3
     for number in range(500, 600):
-        scalars.add((number, True), 0.0, {"loss": float(number)}, {}, {})
+        scalars.add(ScalarEvent((number, True), 0.0, {"loss": float(number)}, {}, {}))
     scalars.append_rows()
     curve = scalars.curves["loss"]
     assert curve.size == 600

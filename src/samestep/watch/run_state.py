@@ -18,7 +18,7 @@ from samestep.record.hints import Hint, Updates, find_hints, tells
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.bounded import Thinned, newest_of_each
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
-from samestep.watch.scalars import MOST_SCALARS, Scalars
+from samestep.watch.scalars import MOST_SCALARS, ScalarEvent, Scalars
 from samestep.watch.timings import MOST_TIMED, RECENT, Timings, seconds_of, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
@@ -327,7 +327,7 @@ class RunState:
             return
         bands = event.get("low"), event.get("high")
         low, high = (band if isinstance(band, dict) else {} for band in bands)
-        self.scalars.add(position, time, values, low, high)
+        self.scalars.add(ScalarEvent(position, time, values, low, high))
         epoch, is_between = to_int(event.get("epoch")), not position[1]
         if is_between and epoch:  # the number of the next epoch, which may not follow
             epoch = max(self.epoch or 0, epoch - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,21 @@ FEW_ROWS: Final = 8  # for which arrays do not pay
 PLAIN: Final = {float, int}
 
 
+class ScalarEvent(NamedTuple):
+    """The scalars of an event by name, and the edges of their band, empty if there is none."""
+
+    position: StepPosition
+    time: float
+    values: Mapping[str, Any]
+    low: Mapping[str, Any]
+    high: Mapping[str, Any]
+
+
 class Rows:
     """Events with the same names of scalars: as they were, and as rows of numbers."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[StepPosition, float, Mapping[str, Any], Any, Any]] = []
+        self.events: list[ScalarEvent] = []
         # [step, is between steps, time, values, and with a band their low and high edges]
         self.numbers: list[list[float]] = []
 
@@ -43,25 +53,16 @@ class Scalars:
         """The bytes of all curves."""
         return sum(curve.nbytes for curve in self.curves.values())
 
-    def add(
-        self,
-        position: StepPosition,
-        time: float,
-        values: Mapping[str, Any],
-        low: Mapping[str, Any],
-        high: Mapping[str, Any],
-    ) -> None:
-        """Add the values of an event, and their band, empty if there is none.
-
-        Values that no run writes are ignored.
-        """
-        event, names = (position, time, values, low, high), tuple(values)
+    def add(self, event: ScalarEvent) -> None:
+        """Add the values of an event. Values that no run writes are ignored."""
+        position, time, values, low, high = event
+        names = tuple(values)
         numbers, has_band = [*values.values()], bool(low or high)
         if has_band:
             numbers += [edges.get(name, math.nan) for edges in (low, high) for name in names]
         if not set(map(type, numbers)) <= PLAIN:
             self.append_rows()
-            self._append(*event)
+            self._append(event)
             return
         if (rows := self._rows.get((names, has_band))) is None:
             if any(not set(names).isdisjoint(others) for others, _ in self._rows):
@@ -80,21 +81,15 @@ class Scalars:
                 columns = np.empty((0, 0))
             if not len(columns) or columns.shape[1] < FEW_ROWS:
                 for event in rows.events:
-                    self._append(*event)
+                    self._append(event)
                 continue
             for number, name in enumerate(names, start=3):
                 if (curve := self._curve(name)) is not None:
                     band = columns[number + len(names) :: len(names)] if has_band else None
                     curve.extend(columns[[0, 1, 2, number]], band)
 
-    def _append(
-        self,
-        position: StepPosition,
-        time: float,
-        values: Mapping[str, Any],
-        low: Mapping[str, Any],
-        high: Mapping[str, Any],
-    ) -> None:
+    def _append(self, event: ScalarEvent) -> None:
+        position, time, values, low, high = event
         for name, value in values.items():
             if isinstance(value, (int, float)) and (curve := self._curve(name)) is not None:
                 edges = to_float(low.get(name)), to_float(high.get(name))
