@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import samestep as ss
+from samestep.step import exchange, lane_graph, lane_results, overlap
 from samestep.step.graph_choice import NOTES, REFUSALS
 from tests.gpu import test_compiled, test_float16
 from tests.gpu.simulated import VISIBLE
@@ -27,16 +28,14 @@ STEPS = 7  # the fourth one captures, the sixth one is the first to use a graph'
 
 @contextmanager
 def counted():
-    """Yield a list that gets a graph with each replay."""
-    from tests.gpu.simulated import graphs
+    """Yield a list that gets a graph of a lane with each replay."""
+    replays, forward = [], lane_graph.LaneGraph.forward
 
-    replays, replay = [], graphs.CUDAGraph.replay
-
-    def logged(graph):
+    def logged(graph, work):
         replays.append(graph)
-        replay(graph)
+        return forward(graph, work)
 
-    graphs.CUDAGraph.replay = logged
+    lane_graph.LaneGraph.forward = logged
     yield replays
 
 
@@ -415,7 +414,7 @@ def test_lanes_that_are_always_eager_are_said_once(reason, job, arguments, optio
 
 
 def test_each_note_is_tested():
-    assert {reason for reason, *_ in NOTED} | {"exchange"} == NOTES.keys()
+    assert {reason for reason, *_ in NOTED} == NOTES.keys()
 
 
 def test_eager_lane_gets_the_memory_of_graphs(gpus):
@@ -430,17 +429,104 @@ def test_threads_may_use_the_device_during_a_capture(gpus):
     assert gpus.call(copied_during_capture)
 
 
-def test_last_lane_of_several_workers_is_eager(gpus):
-    expected, _ = gpus.call(trained, "off", lanes=4, batch_size=16)
-    options = {"lanes": 4, "batch_size": 16, "shards": True}
-    for rank, (result, replays) in enumerate(
-        gpus.workers(2, partial(trained, "on", **options), **{VISIBLE: "0,1"})
-    ):
+class AtOnce(torch.autograd.Function):
+    """A network whose gradients are computed by a single node, as those of compiled code are."""
+
+    @staticmethod
+    def forward(ctx, inputs, first, second):
+        ctx.save_for_backward(inputs, first, second)
+        return (inputs @ first).relu() @ second
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, first, second = ctx.saved_tensors
+        hidden = inputs @ first
+        of_hidden = (gradient @ second.T) * (hidden > 0)
+        return None, inputs.T @ of_hidden, hidden.relu().T @ gradient
+
+
+def without_kernels_between_gradients():
+    """Return the losses of steps with graphs and without, and how many graphs a lane has."""
+    exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1 << 8
+    numbers, losses = [], []
+    for graphs in ("on", "off"):
+        with counted() as replays, ss.init(lanes=4, timeout=60, graphs=graphs) as run:
+            torch.manual_seed(0)
+            layers = [nn.Linear(64, 8, bias=False), nn.Linear(8, 10, bias=False)]
+            model = run.replicate(nn.Sequential(*layers))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch in run.batches(images(64), 16, steps=STEPS):
+                losses.append(run.backward(of_at_once, model, batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        numbers += [len(graph._graphs) for graph in replays]
+    return losses, numbers
+
+
+def of_at_once(model, batch):
+    logits = AtOnce.apply(batch[0].flatten(1), model[0].weight.T, model[1].weight.T)
+    return nn.functional.cross_entropy(logits, batch[1])
+
+
+def test_graphs_may_be_empty(gpus):
+    for losses, numbers in gpus.workers(2, without_kernels_between_gradients, **{VISIBLE: "0,1"}):
+        assert losses[:STEPS] == losses[STEPS:]
+        assert set(numbers) == {3}
+    assert "graph is empty" not in gpus.printed.lower()
+
+
+def trained_in_buckets(steps, **options):
+    """Train with small buckets; return the results, and what happened in lanes with graphs.
+
+    That is, in each lane: "copy" for its losses to the host, "graph" for each graph of its backward
+    pass, and "put" for each bucket that went into its exchange.
+    """
+    exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1 << 10
+    events = []
+    forward, backward = lane_graph.LaneGraph.forward, lane_graph.LaneGraph.backward
+    put, note = overlap.EarlyExchange._put_next, lane_results.LaneScalars.note
+
+    def logged_forward(graph, work):
+        events.append([])
+        return forward(graph, work)
+
+    def logged_backward(*arguments):
+        for gradients in backward(*arguments):
+            events[-1].append("graph")
+            yield gradients
+
+    def logged_note(scalars, *arguments):
+        if events:
+            events[-1].append("copy")
+        note(scalars, *arguments)
+
+    def logged_put(early, gradients):
+        if events:
+            events[-1].append("put")
+        put(early, gradients)
+
+    lane_graph.LaneGraph.forward, lane_graph.LaneGraph.backward = logged_forward, logged_backward
+    overlap.EarlyExchange._put_next = logged_put
+    lane_results.LaneScalars.note = logged_note
+    return trained("on", steps=steps, **options)[0], events
+
+
+@pytest.mark.parametrize(("lanes", "shards"), [(2, False), (4, True)])
+def test_gradients_are_exchanged_between_the_graphs_of_the_last_lane(lanes, shards, gpus):
+    options = {"lanes": lanes, "batch_size": 4 * lanes, "steps": STEPS}
+    expected, _ = gpus.call(trained, "off", **options)
+    job = partial(trained_in_buckets, shards=shards, **options)
+    results = gpus.workers(2, job, **{VISIBLE: "0,1"})
+    assert "graph is empty" not in gpus.printed.lower()
+    for result, events in results:
         assert result == expected
-        assert replays == expected_replays(1), rank
-    results = gpus.workers(2, partial(trained, "on"), **{VISIBLE: "0,1"})
-    assert [replays for _, replays in results] == [0, 0]
-    assert gpus.printed.count(NOTES["exchange"]) == 1
+        graphs = events[0].count("graph")
+        assert graphs > 2
+        # a compared lane is computed eagerly as well, and exchanged after that
+        assert events[0][: graphs + 1] == ["graph"] * graphs + ["copy"]
+        *others, last = events[2 : 2 + lanes // 2]  # of the first step without a comparison
+        assert last == ["copy"] + ["graph", "put"] * graphs
+        assert all(other == ["copy"] + ["graph"] * graphs for other in others)
 
 
 SCRIPT = """

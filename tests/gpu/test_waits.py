@@ -19,11 +19,11 @@ def items(batch):
     return (batch[1] >= 0).sum()
 
 
-def waits_of(lanes, *, layers=12, devices=1, shards=False, count=None):
-    """Return the reasons for waits in the third step, in its parts."""
+def waits_of(lanes, *, layers=12, devices=1, shards=False, count=None, graphs="off", steps=3):
+    """Return the reasons for waits in the last step, in its parts."""
     from tests.gpu.simulated.device import counted
 
-    with ss.init(lanes=lanes, devices=devices, timeout=60) as run:
+    with ss.init(lanes=lanes, devices=devices, timeout=60, graphs=graphs) as run:
         norms = [nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) for _ in range(layers)]
         head = [nn.Flatten(), nn.Linear(256, 10)]
         model = run.replicate(nn.Sequential(nn.Conv2d(1, 4, 1), *norms, *head))
@@ -31,7 +31,7 @@ def waits_of(lanes, *, layers=12, devices=1, shards=False, count=None):
         if shards:
             optimizer = run.shard(optimizer)
         run.track(model=model, optimizer=optimizer)
-        for batch in run.batches(images(64), 16, steps=3):
+        for batch in run.batches(images(64), 16, steps=steps):
             with counted() as backward:
                 run.backward(classify, model, batch, count=count)
             with counted() as rest:
@@ -44,6 +44,12 @@ def waits_of(lanes, *, layers=12, devices=1, shards=False, count=None):
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_step_waits_once_for_a_device(lanes, gpus):
     assert gpus.call(waits_of, lanes, count=items) == (["event on cuda:0"], [])
+
+
+@pytest.mark.parametrize("steps", [6, 7])  # of which the last one compares a lane, or does not
+def test_step_with_graphs_waits_once(steps, gpus):
+    waits = gpus.call(waits_of, 2, graphs="on", steps=steps)
+    assert waits == (["event on cuda:0"], [])
 
 
 def test_step_waits_once_for_each_device(gpus):

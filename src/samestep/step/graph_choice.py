@@ -31,6 +31,7 @@ from samestep.step.lane_graph import (
     LaneWork,
     Unsuitable,
     differs,
+    in_order,
     specs_of,
 )
 from samestep.step.reached_values import GeneratorStates, ReachedValues
@@ -57,8 +58,6 @@ NOTES: Final = {  # also with graphs="on"
     "embed": "a loss with embed= has two passes, with all workers between them",
     "body": "the body of a loop over batch.lanes cannot be captured; pass the loss to"
     " run.backward(loss_fn, model, batch)",
-    "exchange": "each worker has one lane, which is computed eagerly, so that its gradients are"
-    " exchanged during backward",
     "batches": "batches of lanes keep having other shapes, or other numbers and texts; use tensors"
     " of few shapes",
     "graphs": "the device has {most} graphs already, of other shapes or losses",
@@ -162,11 +161,8 @@ class LaneGraphs:
         self._comparisons.clear()
         self._pools.clear()
 
-    def begin(self, fn: Any, model: Any, step: int, *, embeds: bool, is_alone: bool) -> None:
-        """Begin a call of `run.backward` with a loss, or of a loop without `fn`.
-
-        `is_alone`: this worker has no lane but the one whose gradients are exchanged meanwhile.
-        """
+    def begin(self, fn: Any, model: Any, step: int, *, embeds: bool) -> None:
+        """Begin a call of `run.backward` with a loss, or of a loop without `fn`."""
         self._calls, self._step, self._loss = self._calls + 1, step, None
         self._comparisons.clear()
         if self._is_off:
@@ -175,15 +171,13 @@ class LaneGraphs:
             self.note("embed")
         elif fn is None:
             self.note("body")
-        elif is_alone:
-            self.note("exchange")
         else:
             self.roots = {"loss_fn": fn, "model": model}
             self._loss = self._find(fn, model)
 
     @contextmanager
     def lane(self, work: LaneWork) -> Iterator[GraphedLane | None]:
-        """Compute a lane in the block, which calls `replay` first; None if it is just eager."""
+        """Compute a lane in the block, which calls `forward` first; None if it is just eager."""
         if self._loss is None:
             yield None
             return
@@ -389,35 +383,46 @@ class GraphedLane:
 
     def __init__(self, graphs: LaneGraphs, loss: _Loss, work: LaneWork) -> None:
         self._graphs, self._loss, self._work = graphs, loss, work
-        self._graph: LaneGraph | None = None
+        self._graph: LaneGraph
+        self.is_compared = False  # the eager lane with the graph
         self._expected: dict[str, Tensor | None] = {}
         self._before: tuple[Any, ReachedValues, GeneratorStates] | None = None
         self._waits = _Waits()
 
-    def replay(self) -> LaneValues | None:
-        """Return what a graph computed, None if the lane is to be computed eagerly."""
+    def forward(self) -> LaneValues | None:
+        """Compute the forward pass with a graph, None if the lane is to be computed eagerly.
+
+        The gradients of the values are those of `backward`.
+        """
         graph = self._choose()
         if graph is None:
             return None
         compares, is_used = self._graphs.use(self._loss, graph)
         if not (compares or is_used):
             return None
-        values = graph.replay(self._work)
+        self._graph, work = graph, self._work
+        values = graph.forward(work)
         if is_used:
             return values
-        self._graph = graph
+        self.is_compared = True
         # what the eager lane will overwrite, or the next replay
         scalars = {name: value.clone() for name, value in values.scalars.items()}
-        self._expected = self._named(scalars, values.gradients)
-        self._work.restart()
+        self._expected = self._named(
+            scalars, in_order(self.backward(work.round_to), work.parameters)
+        )
+        work.restart()
         return None
+
+    def backward(self, round_to: torch.dtype | None) -> Iterator[dict[int, Tensor]]:
+        """Compute the backward pass; yield copies of gradients, as `LaneGraph.backward` does."""
+        return self._graph.backward(self._work.parameters, round_to)
 
     def check(self, scalars: Mapping[str, Tensor], gradients: Gradients) -> None:
         """Compare the eager lane with the graph, or what it changed; before buffers are restored.
 
         `scalars` are on the device. Raises `LossError` if graphs are required and it cannot be one.
         """
-        if self._graph is not None:
+        if self.is_compared:
             eager = self._named(scalars, gradients)
             self._graphs.compare(self._loss, self._graph, self._work, self._expected, eager)
         if self._before is not None:

@@ -20,7 +20,6 @@ from samestep.data.lane_loop import LaneSteps, finished
 from samestep.step.buffer_rules import Rule
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
-from samestep.step.graph_choice import LaneGraphs
 from samestep.step.guards import (
     ModelGuard,
     OptimizerGuard,
@@ -214,7 +213,8 @@ class LaneEngine(LaneContext):
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
             check = None if self._recheck is None else self._recheck.begin(lane_pass)
             if self.graphs is not None:
-                self._begin_graphs(self.graphs, loss, seed[0])
+                embeds = loss.embed is not None
+                self.graphs.begin(loss.fn, loss.model, seed[0], embeds=embeds)
             begun = self.gpu_clock.mark()
             with self.manual.lanes(), self.refusals(), self._watched(loss, seed[0]):
                 # [subtrees, parameters], each a tensor or None
@@ -287,11 +287,6 @@ class LaneEngine(LaneContext):
         """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
         return loss.embed is not None and self.lanes > 1
 
-    def _begin_graphs(self, graphs: LaneGraphs, loss: LossSpec, step: int) -> None:
-        is_alone = self.world.size > 1 and len(self.own) == 1
-        embeds = loss.embed is not None
-        graphs.begin(loss.fn, loss.model, step, embeds=embeds, is_alone=is_alone)
-
     @contextmanager
     def _watched(self, loss: LossSpec, step: int) -> Iterator[None]:
         """Compute this worker's lanes in the block; they may not change what others read."""
@@ -339,8 +334,8 @@ class LaneEngine(LaneContext):
         workers have computed the loss, back from the gradients of its embeddings.
         """
         if not self.shares(loss):
-            return LanePass(self, loss, batch, parameters, seed, overlap.active)
-        return WholeBatchPass(self, loss, batch, parameters, seed, overlap.active)
+            return LanePass(self, loss, batch, parameters, seed, overlap)
+        return WholeBatchPass(self, loss, batch, parameters, seed, overlap)
 
     def _report(
         self, lane_pass: LanePass, own_gradients: Sequence[Gradients], started: float

@@ -1,13 +1,20 @@
-"""A lane as a CUDA graph: forward and backward are captured once, then replayed for other lanes.
+"""A lane as CUDA graphs: forward and backward are captured once, then replayed for other lanes.
 
 A graph repeats kernels without Python, which takes longer than a small kernel. It also repeats what
 Python did at its capture: the branches, the numbers and the addresses.
+
+A lane is cut into several graphs where the host acts in between: it copies the losses after the
+forward pass, and begins to exchange gradients during the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,9 +41,10 @@ class LaneValues:
 class LaneWork:
     """A lane to compute on a device.
 
-    `factor` scales the loss before backward, None for 1. `compute(batch, factor)` returns the
-    values of a batch, with the factor as a float64 tensor. `restart` returns to the state before
-    the lane: seeds and buffers.
+    `factor` scales the loss before backward, None for 1. `compute(batch, factor, cuts)` returns the
+    values of a batch, with the factor as a float64 tensor, and cuts the work into graphs. Gradients
+    of the parameters in each of `groups`, which are numbers, are exchanged together, in this order.
+    `restart` returns to the state before the lane: seeds and buffers.
     """
 
     lane: int
@@ -46,7 +54,8 @@ class LaneWork:
     parameters: Sequence[Tensor]
     buffers: Callable[[], Sequence[tuple[str, Tensor]]]  # with their names
     name_of: Callable[[int], str]  # of a parameter, by number
-    compute: Callable[[Any, Tensor | None], LaneValues]
+    compute: Callable[[Any, Tensor | None, Cuts], LaneValues]
+    groups: Sequence[Sequence[int]]
     restart: Callable[[], None]
     round_to: torch.dtype | None
 
@@ -55,8 +64,83 @@ class Unsuitable(Exception):  # noqa: N818  a reason, which does not leave this 
     """Says why a lane cannot be a graph."""
 
 
+class Cuts:
+    """The graphs into which work is cut while it is captured.
+
+    All use one pool. What an earlier graph wrote and a later one reads stays there, because it is
+    not free at the capture of the later one, and the graphs are always replayed together.
+    """
+
+    def __init__(self, pool: Any, groups: Sequence[Sequence[int]]) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.places: dict[int, int] = {}  # of the graph that completes a parameter's gradient
+        self._pool, self._groups = pool, list(groups)
+        self._is_capturing = False
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture the work of the block, which the current stream gets, without computing it."""
+        self._begin()
+        try:
+            yield
+        except BaseException:
+            if self._is_capturing:
+                with suppress(RuntimeError):  # it says less than the error that comes before it
+                    self.graphs[-1].capture_end()
+            raise
+        self._end()
+
+    def cut(self) -> None:
+        """Continue with another graph."""
+        self._end()
+        self._begin()
+
+    @contextmanager
+    def backward(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Cut autograd's backward pass in the block after each group of gradients but the last."""
+        if not self._groups:
+            yield
+            return
+        hooks = [
+            parameters[n].register_hook(partial(self._arrived, n))
+            for group in self._groups
+            for n in group
+        ]
+        try:
+            # in this thread, because a capture ends in the thread that began it
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _arrived(self, n: int, _: Tensor) -> None:
+        # a pass nested in this one may come first: the last time counts
+        self.places[n] = len(self.graphs) - 1
+        is_complete = False
+        while self._groups and all(n in self.places for n in self._groups[0]):
+            del self._groups[0]
+            is_complete = True
+        if is_complete and self._groups:
+            self.cut()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # other threads, which copy or save, may go on: only this one may not wait
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._is_capturing = True
+        self.graphs.append(graph)
+
+    def _end(self) -> None:
+        self._is_capturing = False
+        with warnings.catch_warnings():
+            # compiled code computes many gradients at once, with no kernel between two groups
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self.graphs[-1].capture_end()
+
+
 class LaneGraph:
-    """The graph of a lane, with the memory that it reads: the batch, and the factor of the loss."""
+    """The graphs of a lane, with the memory that they read: the batch, and the loss's factor."""
 
     def __init__(self, work: LaneWork) -> None:
         self._memory: list[Tensor] = []
@@ -79,35 +163,49 @@ class LaneGraph:
         return own
 
     def capture(self, work: LaneWork, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the work, without computing it.
-
-        Other threads, which copy or save, may go on: `thread_local` forbids only this one to wait.
-        """
+        """Capture the work, without computing it."""
         self._load(work)
-        graph = torch.cuda.CUDAGraph()
+        # nothing may be freed by chance during a capture, which needs all memory that is free
+        torch.cuda.synchronize(work.device)
+        gc.collect()
+        torch.cuda.empty_cache()
         # casts of parameters belong into the graph, not into the cache of lanes outside of it
         torch.clear_autocast_cache()
+        cuts = Cuts(pool, work.groups)
         try:
-            # `graph` stays in its stream if the capture fails; the outer block does not
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(work.device)),
-                torch.cuda.graph(
-                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-                ),
-            ):
-                self._values = work.compute(self._batch, self._factor)
+            with torch.cuda.stream(stream), cuts.capture():
+                self._values = work.compute(self._batch, self._factor, cuts)
         finally:
             torch.clear_autocast_cache()
-        self._graph = graph
+        self._graphs = cuts.graphs
+        # numbers of the parameters whose gradients are complete after each graph
+        self._complete: list[list[int]] = [[] for _ in self._graphs]
+        last = len(self._graphs) - 1
+        for n, gradient in enumerate(self._values.gradients):
+            if gradient is not None:
+                self._complete[cuts.places.get(n, last)].append(n)
 
-    def replay(self, work: LaneWork) -> LaneValues:
-        """Compute the work; gradients leave the memory that the next replay writes."""
+    def forward(self, work: LaneWork) -> LaneValues:
+        """Compute the forward pass; return the values, whose gradients `backward` computes.
+
+        They are in memory that the next replay writes.
+        """
         self._load(work)
-        self._graph.replay()
-        values = self._values
-        # rounded to the dtype of the exchange, as leaves of the tree
-        gradients = copied_gradients(values.gradients, work.parameters, work.round_to)
-        return LaneValues(values.scalars, values.changes, gradients)
+        self._graphs[0].replay()
+        return self._values
+
+    def backward(
+        self, parameters: Sequence[Tensor], round_to: torch.dtype | None
+    ) -> Iterator[dict[int, Tensor]]:
+        """Compute the backward pass; yield copies of gradients, by number, as they get complete.
+
+        They are rounded to the dtype of the exchange, as leaves of the tree.
+        """
+        for graph, numbers in zip(self._graphs[1:], self._complete[1:], strict=True):
+            graph.replay()
+            gradients = [self._values.gradients[n] for n in numbers]
+            copies = copied_gradients(gradients, [parameters[n] for n in numbers], round_to)
+            yield {n: copy for n, copy in zip(numbers, copies, strict=True) if copy is not None}
 
     def take_turn(self, call: int, probation: int) -> tuple[bool, bool]:
         """Count a lane of a call; return whether to compare it, and whether it is on probation."""
@@ -129,6 +227,12 @@ class LaneGraph:
         if self._factor is not None and work.factor not in {None, self._last_factor}:
             self._factor.fill_(work.factor or 0.0)
             self._last_factor = work.factor
+
+
+def in_order(parts: Iterable[Mapping[int, Tensor]], parameters: Sequence[Tensor]) -> Gradients:
+    """Return the gradients of all parameters from parts of them, by number."""
+    by_number = {n: gradient for part in parts for n, gradient in part.items()}
+    return [by_number.get(n) for n in range(len(parameters))]
 
 
 def specs_of(batch: Any, device: torch.device) -> Iterator[Any]:

@@ -35,9 +35,10 @@ from samestep.step.guards import (
     refuse_collective,
     refuse_reentrant,
 )
-from samestep.step.lane_graph import LaneValues, LaneWork
+from samestep.step.lane_graph import Cuts, LaneValues, LaneWork, in_order
 from samestep.step.lane_results import LaneScalars, split_loss
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
+from samestep.step.overlap import NO_OVERLAP, Overlap
 from samestep.step.replicas import Replica, Replicas
 from samestep.torch_internals import (
     before_collectives,
@@ -210,7 +211,7 @@ class LaneInputs:
 class LanePass:
     """The forward and backward passes of one worker's lanes for one global batch.
 
-    `seed` numbers the pass within the run. `overlap` is entered around the backward of the last
+    `seed` numbers the pass within the run. `overlap` is active during the backward of the last
     lane, with the sums of the others by span. It gives the gradients of this worker's subtrees that
     were put into exchanges meanwhile, by the parameter's number.
     """
@@ -220,7 +221,7 @@ class LanePass:
     batch: Batch
     parameters: Parameters
     seed: tuple[int, ...]
-    overlap: Callable[[Mapping[Span, Gradients]], AbstractContextManager[Mapping[int, Gradients]]]
+    overlap: Overlap
     # gets gradients of each lane before they are added
     after_lane: Callable[[int, Gradients], None] | None = None
 
@@ -287,15 +288,14 @@ class LanePass:
         The gradients of `lane` go into exchanges after that.
         """
         self.watched, self.after_lane = lane, note
-        if lane == self.context.own[-1]:
-            self.overlap = no_overlap
+        self._keep(lane)
 
     def repeat(self, lane: int, batch: Batch) -> Gradients:
         """Return the gradients of the lane that is watched, computed here from a batch with it.
 
         Buffers must have the values from which lanes start.
         """
-        return replace(self, batch=batch, overlap=no_overlap, after_lane=None).compute(lane)
+        return replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None).compute(lane)
 
     def compute(self, lane: int) -> Gradients:
         """Return the gradients of a lane, computed on this worker's first device."""
@@ -392,8 +392,11 @@ class LanePass:
             else self._graphed(context.graphs, lane, replica, batch, factor) as graphed,
         ):
             self._seed(lane)
-            if graphed is not None and (values := graphed.replay()) is not None:
-                return self._taken(lane, replica, count, values)
+            if graphed is not None:
+                if (values := graphed.forward()) is not None:
+                    return self._replayed(lane, replica, count, graphed, values)
+                if graphed.is_compared:
+                    self._keep(lane)
             with context.user_code():
                 if self.loss.fn is None:
                     embed = self.loss.embed  # of the only lane
@@ -428,7 +431,8 @@ class LanePass:
     ) -> Gradients:
         # gradients of other lanes have to wait: they are not sums of subtrees yet
         is_last = lane == self.context.own[-1]
-        overlap = self.overlap(self._sums) if is_last else nullcontext({})
+        overlap: AbstractContextManager[Mapping[int, Gradients]]
+        overlap = self.overlap.active(self._sums) if is_last else nullcontext({})
         with self.context.manual.backward(parameters, lane), overlap as self._in_exchange:
             torch.autograd.backward(roots, weights, retain_graph, inputs=parameters)
         round_to = self.context.round_to
@@ -451,15 +455,18 @@ class LanePass:
 
     def _is_exchanged(self, lane: int) -> bool:
         """Return whether gradients of a lane are exchanged with other workers during backward."""
-        return self.context.world.size > 1 and lane == self.context.own[-1]
+        return bool(self.overlap.groups) and lane == self.context.own[-1]
+
+    def _keep(self, lane: int) -> None:
+        """Exchange the gradients of a lane after its backward pass, because they are compared."""
+        if lane == self.context.own[-1]:
+            self.overlap = NO_OVERLAP
 
     def _graphed(
         self, graphs: LaneGraphs, lane: int, replica: Replica, batch: Any, factor: float | None
     ) -> AbstractContextManager[GraphedLane | None]:
         """Return the context of a lane that may be a CUDA graph."""
         context = self.context
-        if self._is_exchanged(lane):
-            return NO_CONTEXT
 
         def restart() -> None:
             context.buffers.rewind(replica.number, lane)
@@ -474,13 +481,16 @@ class LanePass:
             context.buffers.named,
             lambda n: context.manual.name_of(self.parameters[n]),
             partial(self._values, lane, replica),
+            self.overlap.groups,
             restart,
             context.round_to,
         )
         return graphs.lane(work)
 
-    def _values(self, lane: int, replica: Replica, batch: Any, factor: Tensor | None) -> LaneValues:
-        """Compute forward and backward for a graph, which keeps gradients out of `.grad`."""
+    def _values(
+        self, lane: int, replica: Replica, batch: Any, factor: Tensor | None, cuts: Cuts
+    ) -> LaneValues:
+        """Compute forward and backward for graphs, which keep gradients out of `.grad`."""
         context, parameters = self.context, replica.of(self.parameters)
         with context.user_code():
             fn = cast(LossFn, self.loss.fn)
@@ -489,23 +499,32 @@ class LanePass:
         changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
         # rounded to the loss's dtype as `torch.full_like` does
         weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
-        with context.manual.backward(parameters, lane):
+        cuts.cut()  # the host waits for the forward pass alone
+        with context.manual.backward(parameters, lane), cuts.backward(parameters):
             gradients = torch.autograd.grad([loss], parameters, [weight], allow_unused=True)
         return LaneValues(scalars, changes, list(gradients))
 
-    def _taken(self, lane: int, replica: Replica, count: float, values: LaneValues) -> Gradients:
-        """Return the gradients of a lane that a graph computed; note its other results."""
-        buffers = self.context.buffers
+    def _replayed(
+        self, lane: int, replica: Replica, count: float, graphed: GraphedLane, values: LaneValues
+    ) -> Gradients:
+        """Note the results of a lane's forward pass, and compute its gradients, with graphs."""
+        context, parameters = self.context, replica.of(self.parameters)
         self._scalars.note(lane, count, values.scalars)
-        if self.context.lanes > 1:
-            buffers.note_changes(lane, replica.number, values.changes, self._scalars.copy)
-            buffers.end_lane(lane, replica.number)
-        return values.gradients
-
-
-def no_overlap(_: object) -> nullcontext[dict[int, Gradients]]:
-    """Return a context in which no gradient goes into exchanges during backward."""
-    return nullcontext({})
+        if context.lanes > 1:
+            changes = values.changes
+            context.buffers.note_changes(lane, replica.number, changes, self._scalars.copy)
+        if self._is_exchanged(lane):
+            with self.overlap.active(self._sums) as self._in_exchange:
+                for complete in graphed.backward(None):
+                    for n, gradient in complete.items():
+                        parameters[n].grad = gradient
+                    self.overlap.take_complete()
+            gradients = take_gradients(parameters, context.round_to)
+        else:
+            gradients = in_order(graphed.backward(context.round_to), parameters)
+        if context.lanes > 1:
+            context.buffers.end_lane(lane, replica.number)
+        return gradients
 
 
 def counted(count: Count, batch: Any, where: str) -> float:

@@ -79,6 +79,8 @@ class Overlap:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
         self.order = buckets  # of their exchanges
+        # numbers of the parameters whose gradients are exchanged during backward, in this order
+        self.groups: list[list[int]] = []
         self.used_at = 0  # the last call of `backward` that used it
         self._hooks: dict[int, RemovableHandle] = {}  # by number of the parameter
         self._active = False
@@ -113,6 +115,12 @@ class Overlap:
     def _begin(self) -> None:
         """Prepare for the first gradient."""
 
+    def take_complete(self) -> None:
+        """Take the gradients of `groups` that are complete in `.grad`, and no others before them.
+
+        Autograd calls this itself; where graphs compute the gradients, whoever sets them does.
+        """
+
     def finish(self, own_gradients: Sequence[Gradients]) -> None:
         """Put the remaining gradients of this worker's subtrees, [subtrees, parameters]."""
         wait_until_free([bucket.exchange for bucket in self.buckets])
@@ -140,6 +148,9 @@ class Overlap:
             ):
                 if n is not None and is_present:
                     parameters[n].grad = scaled(gradient, gradient.dtype, scales[id(bucket)])
+
+
+NO_OVERLAP: Final = Overlap([])  # no gradient goes into exchanges during backward
 
 
 class EarlyExchange(Overlap):
@@ -175,12 +186,11 @@ class EarlyExchange(Overlap):
         # int64 [1] per worker of this host, as NumPy arrays, which are faster to read than tensors
         self._puts = [counter.view(torch.int64).numpy() for counter in world.shared(8)]
         self._fence = Lock()
-        # by place in `order`
-        self._updated = [[n for n in bucket.numbers if n is not None] for bucket in self.order]
+        self.groups = [[n for n in bucket.numbers if n is not None] for bucket in self.order]
         self._last = [-1] * len(buckets)  # the parameter whose gradient was the last one so far
         self._hooks = {
             n: parameters[n].register_post_accumulate_grad_hook(partial(self._arrived, number, n))
-            for number, numbers in enumerate(self._updated)
+            for number, numbers in enumerate(self.groups)
             for n in numbers
         }
 
@@ -202,6 +212,9 @@ class EarlyExchange(Overlap):
         if not self._active or self._has_nested() or not self._are_clear:
             return  # it may not be the complete gradient of the last lane
         self._last[number] = n
+        self.take_complete()
+
+    def take_complete(self) -> None:
         while self._is_next_complete():
             self._take_next()
         if self._started < self._put:  # other workers of this host may be done by now
@@ -213,7 +226,7 @@ class EarlyExchange(Overlap):
         # sparse gradients are rejected after backward
         return all(
             (gradient := self._parameters[n].grad) is not None and gradient.layout == torch.strided
-            for n in self._updated[self._put]
+            for n in self.groups[self._put]
         )
 
     def _keep_last_hooks(self) -> None:

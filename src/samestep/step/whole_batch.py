@@ -27,8 +27,9 @@ from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
 from samestep.step.lane_graph import differs
-from samestep.step.lane_pass import LanePass, LossFn, no_overlap
+from samestep.step.lane_pass import LanePass, LossFn
 from samestep.step.lane_results import split_loss
+from samestep.step.overlap import NO_OVERLAP
 from samestep.step.replicas import Replica
 from samestep.torch_internals import has_compiled_graphs, is_compiled
 
@@ -84,7 +85,7 @@ class WholeBatchPass(LanePass):
 
         Loss functions may keep what they have seen.
         """
-        repeated = replace(self, batch=batch, overlap=no_overlap, after_lane=None)
+        repeated = replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None)
         repeated.begin_second(lane, self._embeddings, self._kept)
         return repeated.compute(lane)
 
