@@ -243,6 +243,25 @@ def test_misspelled_commands_and_flags_get_a_suggestion(arguments, suggestion, c
     assert suggestion in capsys.readouterr().err
 
 
+def test_ctrl_c_while_python_starts_again_is_one_line():
+    code = """
+import os, signal
+from samestep.cli import main_and_exit
+
+def interrupted(*arguments, execv=os.execv):
+    signal.raise_signal(signal.SIGINT)
+    execv(*arguments)
+
+os.execv = interrupted  # sets PYTHONHASHSEED
+main_and_exit()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    command = [sys.executable, "-c", code, "run", "train.py"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.stderr == "samestep: run was interrupted\n"
+    assert ended.returncode == cli.EXIT_INTERRUPTED
+
+
 @pytest.mark.long
 def test_an_old_torch_is_named_with_what_is_needed():
     bound = re.search(r'"torch>=([\d.]+)"', PYPROJECT.read_text())[1]

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import resource
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from samestep.handoff import LauncherState, open_launcher_state
 from samestep.host import (
     anonymous_file,
     anonymous_memory,
+    interrupts_deferred,
     missing_system_calls,
     raise_file_limit,
 )
@@ -32,6 +34,39 @@ def test_a_clock_stands_still_while_the_process_does_not_run(monkeypatch):
         now += seconds
         assert clock.now() == expected
     assert clock.resumed_at == 3703.0
+
+
+def test_an_interrupt_is_raised_at_the_end_of_a_block(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(host.time, "monotonic", lambda: now)
+    reached = []
+
+    def interrupted_twice(after_seconds):
+        nonlocal now
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            now += after_seconds
+            reached.append("the second")
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice(0.9)  # an echo
+    assert reached == ["the second", "the end"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice(1.1)
+    assert reached == ["the second", "the end", "the second"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_interrupt_is_not_deferred():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_deferred():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(params=["as it is", "by a sandbox", "by the kernel"])

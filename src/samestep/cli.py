@@ -6,6 +6,7 @@ import argparse
 import atexit
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.command not in COMMANDS:
         overview.error(f"unknown command {parsed.command!r}{_meant(parsed.command, COMMANDS)}")
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _set_environment
         return _run(parsed.command, parsed.arguments)
     except SamestepError as error:
         title = colored("error:", RED, sys.stderr)
@@ -117,6 +119,8 @@ def _set_environment() -> None:
     if arguments[:1] == ["run"] and is_this_process and "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=2")
+        # until `main`: a KeyboardInterrupt while Python starts ends in a traceback of its own
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         with suppress(OSError):
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  no shell
 

@@ -15,12 +15,14 @@ import socket
 import stat
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from multiprocessing import process
 from pathlib import Path
+from types import FrameType
 from typing import Final, TextIO
 
 from samestep.errors import ConfigError
@@ -29,6 +31,7 @@ RED: Final = 31
 YELLOW: Final = 33
 GREEN: Final = 32
 SIGNALED: Final = 128  # plus its number: the exit status of a process that a signal ended
+ECHO_SECONDS: Final = 1.0  # timeout(1) and others send a signal to a process, then to its group
 
 Read = Callable[[str], str | None]
 
@@ -430,3 +433,31 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Raise Ctrl-C's `KeyboardInterrupt` at the end of the block; a second Ctrl-C does so at once.
+
+    For the import of torch: its C++ code imports modules, too. An exception in one of them aborts
+    the process, or is dropped, and training would go on without NumPy.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler):  # an ignored signal stays ignored
+        yield
+        return
+    received: list[float] = []  # seconds
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        received.append(time.monotonic())
+        if received[-1] - received[0] > ECHO_SECONDS:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        signal.raise_signal(signal.SIGINT)

@@ -19,7 +19,7 @@ from samestep.record.events import parse_events
 from samestep.record.exporter import ExporterProcess
 from samestep.record.sinks import SinkSpec
 from samestep.record.source import open_source
-from tests.record.faulty_sinks import Hanging, Killed, Refusing, Stopping, name_of
+from tests.record.faulty_sinks import Forking, Hanging, Killed, Refusing, Stopping, name_of
 
 SECONDS = 60.0
 
@@ -54,6 +54,13 @@ def waits_for_lock(pid):
     lowest = 19
     lowered = min(lowest, os.getpriority(os.PRIO_PROCESS, 0) + exporter.NICENESS)
     return pid is not None and os.getpriority(os.PRIO_PROCESS, pid) == lowered
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """Let exporters take as long to start and to send as a busy machine needs."""
+    for name in ("FINISH_SECONDS", "EXIT_SECONDS"):
+        monkeypatch.setattr(exporter, name, SECONDS)
 
 
 @pytest.fixture
@@ -183,8 +190,8 @@ def test_a_stopped_exporter_is_replaced_and_sends_the_rest(record, run, remote, 
 def test_sinks_of_an_exporter_that_stops_again_and_again_are_reported(
     record, run, caplog, monkeypatch
 ):
-    for name in ("FINISH_SECONDS", "EXIT_SECONDS", "FIRST_PAUSE_SECONDS"):
-        monkeypatch.setattr(exporter, name, 0.2)
+    for name, seconds in [("FINISH", 1.0), ("EXIT", 0.2), ("FIRST_PAUSE", 0.2)]:
+        monkeypatch.setattr(exporter, f"{name}_SECONDS", seconds)
     stopping = name_of(Stopping)
     with caplog.at_level(logging.WARNING, "samestep"):
         process = ExporterProcess(run, sinks(stopping), record)
@@ -201,13 +208,43 @@ def test_an_exporter_that_was_killed_before_it_was_asked_to_finish_is_replaced(r
     process = ExporterProcess(run, sinks(name_of(Killed)), record)
     record.event("finished", step=1)
     wait_until((run / "hanging").exists)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     killed = process.pid
+    wait_until(lambda: os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT | os.WNOHANG))
     process._request_finish()
     (run / "released").touch()
     process.finish()
     assert process.pid != killed
     assert statuses(run)[name_of(Killed)]["behind_bytes"] == 0
+
+
+def ends_in_time(process, run):
+    """Let an exporter finish, and then what its sink left; return whether that was in time."""
+    finish = threading.Thread(target=process.finish)
+    finish.start()
+    finish.join(3 * SECONDS)
+    is_in_time = not finish.is_alive()
+    (run / "released").touch()
+    finish.join(SECONDS)
+    return is_in_time
+
+
+def test_a_process_that_a_sink_leaves_behind_is_not_waited_for(record, run):
+    process = ExporterProcess(run, sinks(name_of(Forking)), record)
+    record.event("finished", step=1)
+    wait_until((run / "forked").exists)
+    assert ends_in_time(process, run)
+    status = statuses(run)[name_of(Forking)]
+    assert (status["behind_bytes"], status["error"]) == (0, None)
+
+
+def test_a_pipe_that_stays_open_after_the_exporter_is_not_waited_for(record, run, monkeypatch):
+    for name in ("FINISH_SECONDS", "EXIT_SECONDS"):
+        monkeypatch.setattr(exporter, name, 0.2)
+    process = ExporterProcess(run, sinks(name_of(Killed)), record)
+    record.event("finished", step=1)
+    wait_until((run / "hanging").exists)
+    assert ends_in_time(process, run)
+    assert statuses(run)[name_of(Killed)]["error"] == "the exporter did not respond"
 
 
 WRITER = """
@@ -230,8 +267,10 @@ def test_after_the_writer_is_killed_the_exporter_sends_the_rest_and_exits(run, r
     for _ in range(2):
         before = len(stream(remote))
         with subprocess.Popen([sys.executable, "-c", WRITER, str(run), remote]) as writer:
-            wait_until(lambda before=before: len(stream(remote)) > before)
-            writer.kill()
+            try:
+                wait_until(lambda before=before: len(stream(remote)) > before)
+            finally:
+                writer.kill()
         assert writer.returncode == -signal.SIGKILL
         # the exporter has exited
         wait_until(lambda: (held := lock(run)) is not None and not held.close())
@@ -248,7 +287,8 @@ def test_an_exporter_that_must_finish_waits_for_the_previous_one_to_exit(record,
         time.sleep(1.0)  # the request to finish is read
         assert not stream(remote)
         locked.close()
-        finish.join()
+        finish.join(SECONDS)
+        assert not finish.is_alive()
     check_all_sent(run, remote)
 
 
@@ -270,7 +310,7 @@ def test_sinks_that_another_exporter_kept_from_receiving_are_reported(
 def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(
     record, run, remote, caplog, monkeypatch
 ):
-    monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", 3.0)
     hanging = name_of(Hanging)
     with caplog.at_level(logging.WARNING, "samestep"):
         process = ExporterProcess(run, sinks(hanging, remote), record)

@@ -32,6 +32,7 @@ from samestep.handoff import (
 )
 from samestep.host import (
     SIGNALED,
+    interrupts_deferred,
     no_garbage_collection,
     open_standard_files,
     raise_file_limit,
@@ -70,11 +71,13 @@ def preload() -> None:
     """
     # nothing imported is garbage, and searching for garbage takes a quarter of the time
     with no_garbage_collection():
-        import samestep.run  # noqa: F401
+        with interrupts_deferred():
+            import samestep.run  # noqa: F401
         from samestep.record.events import samestep_version
         from samestep.torch_internals import preload_compiler
 
-        preload_compiler()
+        with interrupts_deferred():  # again, because each import takes a second
+            preload_compiler()
         samestep_version()
 
 
@@ -358,7 +361,8 @@ def count_gpus() -> int:
 
     Another process counts them: a process that has used CUDA cannot fork workers that do.
     """
-    import torch
+    with interrupts_deferred():
+        import torch
 
     from samestep.launch.worker import FORK
 

@@ -26,12 +26,11 @@ from typing import Any, Final, NoReturn
 from samestep.config import Config
 from samestep.errors import LaunchError
 from samestep.handoff import ATTEMPT, LauncherState, LoggedValues
-from samestep.host import anonymous_file, end_with_parent, no_garbage_collection
+from samestep.host import ECHO_SECONDS, anonymous_file, end_with_parent, no_garbage_collection
 from samestep.launch.attempt import WorkerFailure
 
 FORK: Final = multiprocessing.get_context("fork")
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-ECHO_SECONDS: Final = 1.0
 LATEST_GROUP: Final = "group/latest"  # the number of the last group that rank 0 began to make
 COMPLETE: Final = b"all ranks joined"  # of a group that rank 0 began
 GIVEN_UP: Final = b"rank 0 began another one"

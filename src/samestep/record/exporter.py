@@ -84,7 +84,8 @@ class ExporterProcess:
                 self._abandoned = True
                 if self._process is not None:
                     self._process.kill()
-            self._thread.join()
+            # no longer: something else may hold its end of the pipe, or a disk that hangs its exit
+            self._thread.join(EXIT_SECONDS)
             for status in _unsent(self._directory, self._sinks, "the exporter did not respond"):
                 self._record_status(status)
 
@@ -98,7 +99,8 @@ class ExporterProcess:
         while (process := self._start()) is not None:
             with process, _ended_when_stopped(process):
                 for line in process.stdout or ():
-                    self._record_status(json.loads(line))
+                    if not self._abandoned:  # `finish` has reported, and the record may be closed
+                        self._record_status(json.loads(line))
             if self._finishing.is_set() and process.returncode >= 0:
                 return
             if not self._finishing.is_set():
@@ -299,11 +301,21 @@ def _run_with_parent(directory: Path, parent: int) -> int:
         else:
             time.sleep(LOCK_SECONDS)
             seconds -= LOCK_SECONDS
+    # a process that users' code forks may outlive this one, which then would not seem to have ended
+    os.register_at_fork(after_in_child=partial(_let_go, channel.fileno(), locked.fileno()))
     with locked:
         exporter = Exporter(directory, sinks, channel)
         while seconds is None and (seconds := _wait_for_end(parent)) is None:
             exporter.report()
         return 0 if exporter.finish(seconds) else 1
+
+
+def _let_go(*files: int) -> None:
+    """Replace open files by /dev/null: closed ones would be closed again with their objects."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in files:
+        os.dup2(null, file, inheritable=False)
+    os.close(null)
 
 
 def _unsent(directory: Path, names: Iterable[str], error: str) -> list[dict[str, Any]]:

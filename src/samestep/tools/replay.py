@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samestep.config import flag_name
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
-from samestep.host import GREEN, RED, colored, counted, printable
+from samestep.host import GREEN, RED, colored, counted, interrupts_deferred, printable
 from samestep.record import read_events, read_history
 from samestep.record.events import parse_events
 from samestep.record.source import STARTS
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Repeat the step; return 0 if all steps are those of the record, and 1 if any differs."""
-    from samestep.run.replay import Request
+    with interrupts_deferred():
+        from samestep.run.replay import Request
 
     try:
         record = RecordedRun.read(options.run, options.step)

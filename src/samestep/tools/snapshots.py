@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
-from samestep.host import printable
+from samestep.host import interrupts_deferred, printable
 from samestep.tools import format_bytes
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -59,8 +59,9 @@ class LocalSnapshots:
     """The snapshots in a run's directory, or a single snapshot, by name."""
 
     def __init__(self, location: str) -> None:
-        from samestep.snapshot.manifest import NAME
-        from samestep.snapshot.read import check, inspect, list_snapshots, step_of
+        with interrupts_deferred():
+            from samestep.snapshot.manifest import NAME
+            from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 
         directory = Path(location)
         if not directory.is_dir():
@@ -87,8 +88,9 @@ class RemoteSnapshots:
     """Snapshots in remote storage. Raises `SnapshotError` if the storage does not respond."""
 
     def __init__(self, url: str) -> None:
-        from samestep.snapshot.read import step_of
-        from samestep.snapshot.remote import RemoteDirectory
+        with interrupts_deferred():
+            from samestep.snapshot.read import step_of
+            from samestep.snapshot.remote import RemoteDirectory
 
         folder, _, name = url.rstrip("/").rpartition("/")
         is_snapshot = step_of(Path(name)) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from selenium.webdriver.common.keys import Keys
 
 CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
-TIMEOUT_SECONDS = 300.0
+TIMEOUT_SECONDS = 120.0
 MOST_TABS = 80  # presses of the Tab key until an element is reached
 OWN_SCRIPTS = 2  # elements of index.html
 FLAGS = (
@@ -56,6 +57,9 @@ class Server:
             text=True,
         )
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], TIMEOUT_SECONDS)[0]:
+            self._process.kill()
+            raise TimeoutError(f"after {TIMEOUT_SECONDS:g} s samestep watch has no address")
         self.line = self._process.stdout.readline()
         self.address = self.line.split()[-1] if self.line else ""
 
@@ -134,8 +138,9 @@ class Page:
     def wait_for_run(self, run: str) -> None:
         """Wait until the server has found a run."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
+        address = f"{self.server.address}api/runs"
         while run not in {
-            row["id"] for row in json.load(urlopen(f"{self.server.address}api/runs"))["runs"]
+            row["id"] for row in json.load(urlopen(address, timeout=TIMEOUT_SECONDS))["runs"]
         }:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"after {TIMEOUT_SECONDS:g} s the server has no run {run}")

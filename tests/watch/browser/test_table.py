@@ -358,3 +358,42 @@ def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
     )
     page.wait_for([folder.name for folder in runs], listed, run.name)
     assert page.run("return document.activeElement === arguments[0]", name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "selector", "chosen"),
+    [
+        ("api/table", "#runs-table [data-column=a] button", "sort=-a"),
+        ("api/runs", "#runs [data-run='{}'] .name", "run={}&"),
+    ],
+)
+def test_news_while_a_button_is_pressed_lose_no_click(answer, selector, chosen, run, page):
+    risen, other = (run.with_name(f"{run.name}-{number}") for number in range(2))
+    append(risen, started(), scalars(0, a=0, accuracy=0.1))
+    append(other, started(), scalars(0, a=0, accuracy=0.2))
+    page.wait_for_run(other.name)
+    page.open(other.name, tab="table", filter=f"{run.name}-", order="score")
+    wait_for_rows(page, other, risen)
+    page.run(  # keeps the next answer until the button is pressed
+        "const [real, answer] = [window.fetch, arguments[0]];"
+        "const isPressed = new Promise((resolve) => addEventListener('pointerdown', resolve));"
+        "window.fetch = async (...request) => { const response = await real(...request);"
+        " if (!request[0].includes(answer)) return response;"
+        " window.isHeld = true; await isPressed; setTimeout(() => (window.hasArrived = true), 200);"
+        " return response }",
+        answer,
+    )
+    append(risen, scalars(1, a=1, accuracy=0.9))  # which changes the order of table and list
+    page.until("return window.isHeld")
+    middle = page.run(
+        "arguments[0].scrollIntoView({ block: 'center' });"
+        "const { x, y, width, height } = arguments[0].getBoundingClientRect();"
+        "return { x: x + width / 2, y: y + height / 2 }",
+        page.element(selector.format(risen.name)),
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        event = {**middle, "type": kind, "button": "left", "clickCount": 1}
+        page.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+        page.until("return window.hasArrived")
+    page.until("return location.hash.includes(arguments[0])", chosen.format(risen.name))
+    wait_for_rows(page, risen, other)  # what has arrived is shown

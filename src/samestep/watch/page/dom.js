@@ -51,6 +51,23 @@ export function keepFocus(root, draw) {
   next?.focus({ preventScroll: true }); // news do not move the page
 }
 
+const LONGEST_PRESS = 5000; // milliseconds; not every press has an end that is reported
+let pressed = Promise.resolve();
+let release;
+
+/** Wait until no button is pressed: a click is lost if its element is replaced before its end. */
+export const released = () => pressed;
+
+addEventListener("pointerdown", () => {
+  pressed = new Promise((resolve) => {
+    release = resolve;
+    setTimeout(resolve, LONGEST_PRESS);
+  });
+}, true);
+for (const kind of ["pointerup", "pointercancel"]) {
+  addEventListener(kind, () => setTimeout(() => release?.()), true); // after the click
+}
+
 /** Return a text field whose label is for screen readers only. */
 export function searchBox(id, label, listener) {
   const labels = { placeholder: label, "aria-label": label };

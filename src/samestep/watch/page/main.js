@@ -2,7 +2,7 @@
 
 import { lookOf, startTheme } from "./colors.js";
 import { curvesPanel } from "./curves.js";
-import { announce, byId } from "./dom.js";
+import { announce, byId, released } from "./dom.js";
 import { eventsPanel } from "./events.js";
 import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
@@ -77,6 +77,7 @@ async function load() {
     settle();
     showFaults();
     await Promise.all(wanted().map((id) => detail(id, all || ids.has(id))));
+    await released();
     announceEnd();
     draw();
   } catch (error) {

@@ -1,7 +1,7 @@
 // The table of all runs: their scores, and the settings in which they differ.
 
 import { get, report } from "./api.js";
-import { h, keepFocus, onChange, searchBox } from "./dom.js";
+import { h, keepFocus, onChange, released, searchBox } from "./dom.js";
 import { ago, bestOf, count, duration, number, several } from "./format.js";
 import { PLACES } from "./groups.js";
 import { tagButtons } from "./notes.js";
@@ -86,6 +86,7 @@ export function tablePanel(root) {
       }
       asked = performance.now();
       const response = await get("/api/table");
+      await released();
       runs = described(response.runs);
       names = namesOf(runs);
       answered += 1;
