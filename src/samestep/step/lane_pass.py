@@ -31,6 +31,7 @@ from samestep.step.guards import (
     ManualGradients,
     explanation_of,
     is_out_of_memory,
+    refuse_accumulated,
     refuse_added_twice,
     refuse_collective,
     refuse_reentrant,
@@ -288,7 +289,7 @@ class LanePass:
         The gradients of `lane` go into exchanges after that.
         """
         self.watched, self.after_lane = lane, note
-        self._keep(lane)
+        self._delay_exchange(lane)
 
     def repeat(self, lane: int, batch: Batch) -> Gradients:
         """Return the gradients of the lane that is watched, computed here from a batch with it.
@@ -358,15 +359,17 @@ class LanePass:
         try:
             return (yield from self._gradients(lane, replica))
         except (MemoryError, RuntimeError) as error:
-            if not (is_out_of_memory(error) and self._frees_graphs(lane)):
+            if not (is_out_of_memory(error) and self._frees_graphs()):
                 raise
         self._forget(lane, replica)
         return (yield from self._gradients(lane, replica))
 
-    def _frees_graphs(self, lane: int) -> bool:
+    def _frees_graphs(self) -> bool:
         """Return whether graphs gave their memory to a lane that can be computed once more."""
         graphs, has_function = self.context.graphs, self.loss.fn is not None
-        is_repeatable = has_function and self.loss.embed is None and not self._is_exchanged(lane)
+        # gradients of the last lane may be on their way to other workers
+        is_exchanging = self.context.world.is_exchanging
+        is_repeatable = has_function and self.loss.embed is None and not is_exchanging
         return graphs is not None and is_repeatable and graphs.give_way()
 
     def _forget(self, lane: int, replica: Replica) -> None:
@@ -396,7 +399,7 @@ class LanePass:
                 if (values := graphed.forward()) is not None:
                     return self._replayed(lane, replica, count, graphed, values)
                 if graphed.is_compared:
-                    self._keep(lane)
+                    self._delay_exchange(lane)
             with context.user_code():
                 if self.loss.fn is None:
                     embed = self.loss.embed  # of the only lane
@@ -453,12 +456,8 @@ class LanePass:
     def _seed(self, lane: int) -> None:
         set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
 
-    def _is_exchanged(self, lane: int) -> bool:
-        """Return whether gradients of a lane are exchanged with other workers during backward."""
-        return bool(self.overlap.groups) and lane == self.context.own[-1]
-
-    def _keep(self, lane: int) -> None:
-        """Exchange the gradients of a lane after its backward pass, because they are compared."""
+    def _delay_exchange(self, lane: int) -> None:
+        """Let a lane keep its gradients until its backward pass has ended: they are compared."""
         if lane == self.context.own[-1]:
             self.overlap = NO_OVERLAP
 
@@ -466,10 +465,11 @@ class LanePass:
         self, graphs: LaneGraphs, lane: int, replica: Replica, batch: Any, factor: float | None
     ) -> AbstractContextManager[GraphedLane | None]:
         """Return the context of a lane that may be a CUDA graph."""
-        context = self.context
+        context, parameters = self.context, replica.of(self.parameters)
 
         def restart() -> None:
             context.buffers.rewind(replica.number, lane)
+            take_gradients(parameters)  # a capture that failed may have left some, without values
             self._seed(lane)
 
         work = LaneWork(
@@ -477,7 +477,7 @@ class LanePass:
             replica.device,
             batch,
             factor,
-            replica.of(self.parameters),
+            parameters,
             context.buffers.named,
             lambda n: context.manual.name_of(self.parameters[n]),
             partial(self._values, lane, replica),
@@ -502,6 +502,7 @@ class LanePass:
         cuts.cut()  # the host waits for the forward pass alone
         with context.manual.backward(parameters, lane), cuts.backward(parameters):
             gradients = torch.autograd.grad([loss], parameters, [weight], allow_unused=True)
+        refuse_accumulated(parameters)
         return LaneValues(scalars, changes, list(gradients))
 
     def _replayed(
@@ -513,9 +514,9 @@ class LanePass:
         if context.lanes > 1:
             changes = values.changes
             context.buffers.note_changes(lane, replica.number, changes, self._scalars.copy)
-        if self._is_exchanged(lane):
+        if self.overlap.groups and lane == context.own[-1]:
             with self.overlap.active(self._sums) as self._in_exchange:
-                for complete in graphed.backward(None):
+                for complete in graphed.backward(None):  # the exchange rounds them
                     for n, gradient in complete.items():
                         parameters[n].grad = gradient
                     self.overlap.take_complete()

@@ -116,9 +116,9 @@ class Overlap:
         """Prepare for the first gradient."""
 
     def take_complete(self) -> None:
-        """Take the gradients of `groups` that are complete in `.grad`, and no others before them.
+        """Take the next of the `groups` whose gradients are in `.grad`, up to one that misses any.
 
-        Autograd calls this itself; where graphs compute the gradients, whoever sets them does.
+        Hooks of autograd call this. After a CUDA graph, which calls no hooks, its caller does.
         """
 
     def finish(self, own_gradients: Sequence[Gradients]) -> None:
