@@ -335,6 +335,12 @@ def test_compiled_code_is_noticed(monkeypatch):
     assert not internals.is_compiled(layer(torch.ones(1, 2)).sum())
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_calls_by_compiled_code_are_noticed():
+    assert not internals.is_called_by_compiled_code()
+    assert torch.compile(internals.is_called_by_compiled_code, backend="eager")()
+
+
 def test_groups_at_the_master_s_port_use_another_store(monkeypatch):
     rendezvous = sys.modules["torch.distributed.rendezvous"]
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)

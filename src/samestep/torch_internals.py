@@ -378,6 +378,16 @@ def is_compiled(result: Tensor) -> bool:
     return False
 
 
+def is_called_by_compiled_code() -> bool:
+    """Return whether this call comes from what torch.compile compiles, where Dynamo gave up.
+
+    Versions that cannot tell return False.
+    """
+    from torch._C._dynamo import eval_frame
+
+    return callable(getattr(eval_frame, "get_eval_frame_callback", lambda: None)())
+
+
 def preload_compiler() -> None:
     """Import the 800 modules that torch's optimizers import when they are first used."""
     import torch._dynamo  # noqa: F401

@@ -22,6 +22,11 @@ class Record:
     image: Any
 
 
+@dataclass(slots=True)
+class Slotted(Record):
+    label: Any
+
+
 def test_tensors_have_the_paths_of_their_containers():
     batch = {"a": [ONE, (TWO, "text")], "b": Pair(Record(TWO), 3)}
     paths = [("a.0", ONE), ("a.1.0", TWO), ("b.inputs.image", TWO)]
@@ -35,6 +40,10 @@ def test_a_dataclass_with_a_length_is_no_container():
     sized = dataclass(type("Sized", (), {"__annotations__": {"image": Any}, "__len__": len}))
     assert parts_of(Record(1)) == {"image": 1}
     assert parts_of(sized(1)) == parts_of("text") == parts_of(None) == {}
+
+
+def test_a_dataclass_may_have_slots():
+    assert parts_of(Slotted(1, 2)) == {"image": 1, "label": 2}
 
 
 def test_mapping_keeps_the_containers():

@@ -45,6 +45,7 @@ ELSEWHERE = {
     "step/buffer_rules.py": "step/test_buffers.py",
     "step/buffer_sums.py": "step/test_buffers.py",
     "step/graph_choice.py": "gpu/test_lane_graph.py",
+    "step/graphed_pass.py": "gpu/test_lane_graph.py",
     "step/lane_graph.py": "gpu/test_lane_graph.py",
     "step/lane_pass.py": "step/test_lane_engine.py",
     "step/lane_results.py": "step/test_lane_engine.py",

@@ -11,7 +11,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.config import Config
-from samestep.errors import RecheckError
+from samestep.errors import OptimizerError, RecheckError
 from samestep.step import shard, update_check
 from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
@@ -172,6 +172,13 @@ def repeated():
 def test_every_optimizer_that_can_be_sharded_is_repeated_with_the_same_bits():
     first, second = run_workers(repeated, 2)
     assert first == second == [True] * 3 * (len(ELEMENTWISE) + 2)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_an_update_of_compiled_code_is_refused():
+    hook = partial(UpdateCheck._before_update, None, None, (), {})
+    with pytest.raises(OptimizerError, match="do not compile optimizer"):
+        torch.compile(hook, backend="eager")()
 
 
 def changed_by_code():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,11 @@ def parts_of(value: Any) -> dict[Any, Any]:
         return dict(zip(value._fields, value, strict=True))
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    return vars(value) if is_dataclass(value) and not hasattr(value, "__len__") else {}
+    if not is_dataclass(value) or hasattr(value, "__len__"):
+        return {}
+    # fields in slots are not in `__dict__`, and attributes that are no fields are only there
+    by_name = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return {**by_name, **getattr(value, "__dict__", {})}
 
 
 def tensors_in(value: Any, separator: str = ".", path: str = "") -> Iterator[tuple[str, Tensor]]:

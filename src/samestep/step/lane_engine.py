@@ -20,6 +20,7 @@ from samestep.data.lane_loop import LaneSteps, finished
 from samestep.step.buffer_rules import Rule
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
+from samestep.step.graphed_pass import GraphedPass
 from samestep.step.guards import (
     ModelGuard,
     OptimizerGuard,
@@ -329,13 +330,14 @@ class LaneEngine(LaneContext):
     ) -> LanePass:
         """Return the passes of this worker's lanes for a loss.
 
-        A mean over items is computed lane by lane. A loss of the whole batch compares the
-        embeddings of all lanes, so each lane has two passes: to its embeddings and, when all
-        workers have computed the loss, back from the gradients of its embeddings.
+        A mean over items is computed lane by lane, perhaps with CUDA graphs. A loss of the whole
+        batch compares the embeddings of all lanes, so each lane has two passes: to its embeddings
+        and, when all workers have computed the loss, back from the gradients of its embeddings.
         """
-        if not self.shares(loss):
-            return LanePass(self, loss, batch, parameters, seed, overlap)
-        return WholeBatchPass(self, loss, batch, parameters, seed, overlap)
+        if self.shares(loss):
+            return WholeBatchPass(self, loss, batch, parameters, seed, overlap)
+        kind = LanePass if self.graphs is None else GraphedPass
+        return kind(self, loss, batch, parameters, seed, overlap)
 
     def _report(
         self, lane_pass: LanePass, own_gradients: Sequence[Gradients], started: float

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -26,17 +25,14 @@ from samestep.step.gradients import (
     copied_gradients,
     take_gradients,
 )
-from samestep.step.graph_choice import GraphedLane, LaneGraphs
+from samestep.step.graph_choice import LaneGraphs
 from samestep.step.guards import (
     ManualGradients,
     explanation_of,
-    is_out_of_memory,
-    refuse_accumulated,
     refuse_added_twice,
     refuse_collective,
     refuse_reentrant,
 )
-from samestep.step.lane_graph import Cuts, LaneValues, LaneWork, in_order
 from samestep.step.lane_results import LaneScalars, split_loss
 from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.overlap import NO_OVERLAP, Overlap
@@ -49,6 +45,7 @@ from samestep.torch_internals import (
 )
 
 LossFn = Callable[[Any, Any], Any]
+Inspect = Callable[[Gradients, Tensor | None], object]  # gets a lane's gradients and their weight
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
@@ -313,13 +310,9 @@ class LanePass:
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers, divisors of means."""
-        buffers, scalars, graphs = self.context.buffers, self._scalars, self.context.graphs
+        buffers, scalars = self.context.buffers, self._scalars
         buffers.end_lanes(scalars.copy)
-        if graphs is not None:
-            graphs.end(scalars.copy)
         scalars.wait()
-        if graphs is not None:
-            graphs.judge()
         # per subtree; a parameter is missing only if no subtree has it
         missing = (
             {n for n, gradient in enumerate(gradients) if gradient is None}
@@ -337,9 +330,8 @@ class LanePass:
         if lane not in self.inputs.batches:  # no samples
             return [None] * len(self.parameters)
         self.context.world.status.set_activity(f"computing lane {lane}")
-        compute = self._gradients if self.context.graphs is None else self._with_graphs
         try:
-            return (yield from compute(lane, replica))
+            return (yield from self._gradients(lane, replica))
         except (MemoryError, RuntimeError, ValueError) as error:
             explanation = explanation_of(
                 error,
@@ -354,74 +346,53 @@ class LanePass:
                 raise
             raise explanation from error
 
-    def _with_graphs(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
-        """Compute a lane, and once more if graphs hold the memory that it needs."""
-        try:
-            return (yield from self._gradients(lane, replica))
-        except (MemoryError, RuntimeError) as error:
-            if not (is_out_of_memory(error) and self._frees_graphs()):
-                raise
-        self._forget(lane, replica)
-        return (yield from self._gradients(lane, replica))
-
-    def _frees_graphs(self) -> bool:
-        """Return whether graphs gave their memory to a lane that can be computed once more."""
-        graphs, has_function = self.context.graphs, self.loss.fn is not None
-        # gradients of the last lane may be on their way to other workers
-        is_exchanging = self.context.world.is_exchanging
-        is_repeatable = has_function and self.loss.embed is None and not is_exchanging
-        return graphs is not None and is_repeatable and graphs.give_way()
-
-    def _forget(self, lane: int, replica: Replica) -> None:
-        """Return to the state before a lane that failed."""
-        with self.context.replicas.on(replica):
-            self.context.buffers.rewind(replica.number, lane)
-        take_gradients(replica.of(self.parameters))
-        self._scalars.forget(lane)
-
     def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         context = self.context
         count = self.inputs.items(lane)
         batch = self.inputs.moved(lane, replica)
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
-        parameters, factor = replica.of(self.parameters), self._factor(count)
         with (
             context.replicas.on(replica),
             context.observe(self, lane, batch) as inspect,
             context.watch(lane),
-            NO_CONTEXT
-            if context.graphs is None
-            else self._graphed(context.graphs, lane, replica, batch, factor) as graphed,
         ):
             self._seed(lane)
-            if graphed is not None:
-                if (values := graphed.forward()) is not None:
-                    return self._replayed(lane, replica, count, graphed, values)
-                if graphed.is_compared:
-                    self._delay_exchange(lane)
-            with context.user_code():
-                if self.loss.fn is None:
-                    embed = self.loss.embed  # of the only lane
-                    shown = batch if embed is None else embed(self.loss.model, batch)
-                    returned = yield LaneBatch(lane, shown)
-                else:
-                    returned = self.loss.fn(self.loss.model, batch)
-                loss, metrics = split_loss(returned, lane)
-            on_device = self._scalars.named(loss, metrics)
-            self._scalars.note(lane, count, on_device)
-            if context.lanes > 1:  # a single lane leaves in buffers what it wrote
-                context.buffers.end_forward(lane, replica.number, self._scalars.copy)
-            # of the loss's shape; None is 1
-            weights = [None if factor is None else torch.full_like(loss, factor)]
-            gradients = self._differentiate(lane, [loss], weights, parameters)
-            if inspect is not None:
-                inspect(gradients, weights[0])
-            if graphed is not None:
-                graphed.check(on_device, gradients)
+            gradients = yield from self._compute(lane, replica, batch, count, inspect)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         return gradients
+
+    def _compute(
+        self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
+    ) -> LaneSteps[Gradients]:
+        """Compute a lane; buffers keep what it wrote."""
+        _, gradients = yield from self._eager(lane, replica, batch, count, inspect)
+        return gradients
+
+    def _eager(
+        self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
+    ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
+        """Return the scalars of a lane on its device, and its gradients."""
+        with self.context.user_code():
+            if self.loss.fn is None:
+                embed = self.loss.embed  # of the only lane
+                shown = batch if embed is None else embed(self.loss.model, batch)
+                returned = yield LaneBatch(lane, shown)
+            else:
+                returned = self.loss.fn(self.loss.model, batch)
+            loss, metrics = split_loss(returned, lane)
+        scalars = self._scalars.named(loss, metrics)
+        self._scalars.note(lane, count, scalars)
+        if self.context.lanes > 1:  # a single lane leaves in buffers what it wrote
+            self.context.buffers.end_forward(lane, replica.number, self._scalars.copy)
+        factor = self._factor(count)
+        # of the loss's shape; None is 1
+        weights = [None if factor is None else torch.full_like(loss, factor)]
+        gradients = self._differentiate(lane, [loss], weights, replica.of(self.parameters))
+        if inspect is not None:
+            inspect(gradients, weights[0])
+        return scalars, gradients
 
     def _differentiate(
         self,
@@ -460,72 +431,6 @@ class LanePass:
         """Let a lane keep its gradients until its backward pass has ended: they are compared."""
         if lane == self.context.own[-1]:
             self.overlap = NO_OVERLAP
-
-    def _graphed(
-        self, graphs: LaneGraphs, lane: int, replica: Replica, batch: Any, factor: float | None
-    ) -> AbstractContextManager[GraphedLane | None]:
-        """Return the context of a lane that may be a CUDA graph."""
-        context, parameters = self.context, replica.of(self.parameters)
-
-        def restart() -> None:
-            context.buffers.rewind(replica.number, lane)
-            take_gradients(parameters)  # a capture that failed may have left some, without values
-            self._seed(lane)
-
-        work = LaneWork(
-            lane,
-            replica.device,
-            batch,
-            factor,
-            parameters,
-            context.buffers.named,
-            lambda n: context.manual.name_of(self.parameters[n]),
-            partial(self._values, lane, replica),
-            self.overlap.groups,
-            restart,
-            context.round_to,
-        )
-        return graphs.lane(work)
-
-    def _values(
-        self, lane: int, replica: Replica, batch: Any, factor: Tensor | None, cuts: Cuts
-    ) -> LaneValues:
-        """Compute forward and backward for graphs, which keep gradients out of `.grad`."""
-        context, parameters = self.context, replica.of(self.parameters)
-        with context.user_code():
-            fn = cast(LossFn, self.loss.fn)
-            loss, metrics = split_loss(fn(self.loss.model, batch), lane)
-        scalars = self._scalars.named(loss, metrics)
-        changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
-        # rounded to the loss's dtype as `torch.full_like` does
-        weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
-        cuts.cut()  # the host waits for the forward pass alone
-        with context.manual.backward(parameters, lane), cuts.backward(parameters):
-            gradients = torch.autograd.grad([loss], parameters, [weight], allow_unused=True)
-        refuse_accumulated(parameters)
-        return LaneValues(scalars, changes, list(gradients))
-
-    def _replayed(
-        self, lane: int, replica: Replica, count: float, graphed: GraphedLane, values: LaneValues
-    ) -> Gradients:
-        """Note the results of a lane's forward pass, and compute its gradients, with graphs."""
-        context, parameters = self.context, replica.of(self.parameters)
-        self._scalars.note(lane, count, values.scalars)
-        if context.lanes > 1:
-            changes = values.changes
-            context.buffers.note_changes(lane, replica.number, changes, self._scalars.copy)
-        if self.overlap.groups and lane == context.own[-1]:
-            with self.overlap.active(self._sums) as self._in_exchange:
-                for complete in graphed.backward(None):  # the exchange rounds them
-                    for n, gradient in complete.items():
-                        parameters[n].grad = gradient
-                    self.overlap.take_complete()
-            gradients = take_gradients(parameters, context.round_to)
-        else:
-            gradients = in_order(graphed.backward(context.round_to), parameters)
-        if context.lanes > 1:
-            context.buffers.end_lane(lane, replica.number)
-        return gradients
 
 
 def counted(count: Count, batch: Any, where: str) -> float:

@@ -21,11 +21,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.base import World
-from samestep.errors import RecheckError
+from samestep.errors import OptimizerError, RecheckError
 from samestep.step.flat_buffer import Segment, is_elementwise, state_of
 from samestep.step.hashing import bytes_of, hashes_of, majority
 from samestep.step.shard import Shard
-from samestep.torch_internals import step_pre_hooks, step_without_hooks, versions_of
+from samestep.torch_internals import (
+    is_called_by_compiled_code,
+    step_pre_hooks,
+    step_without_hooks,
+    versions_of,
+)
 
 PART: Final = 1 << 18  # elements whose update is repeated in a check; some megabytes are sent
 PARAMETER: Final = ""  # beside the names of an optimizer's state
@@ -102,6 +107,11 @@ class UpdateCheck:
         self, _: object, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
         """Repeat an update of another worker before it is made. Collective."""
+        if is_called_by_compiled_code():
+            raise OptimizerError(
+                "recheck_every repeats the update of a sharded optimizer, whose compiled code may"
+                " round differently: do not compile optimizer.step(), or leave out recheck_every"
+            )
         turn, owner = divmod(self._number, self._world.size)
         self._changed, self._part, self._hashes = self._changes(), None, {}
         # a closure, or a hook that was added since the step began, may still change the gradient

@@ -1,0 +1,125 @@
+"""The passes of lanes that may be CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from samestep.data.lane_loop import LaneSteps
+from samestep.step.gradients import Gradients, take_gradients
+from samestep.step.graph_choice import GraphedLane, LaneGraphs
+from samestep.step.guards import is_out_of_memory, refuse_accumulated
+from samestep.step.lane_graph import Cuts, LaneValues, LaneWork, in_order
+from samestep.step.lane_pass import Inspect, LanePass, LossFn
+from samestep.step.lane_results import split_loss
+from samestep.step.replicas import Replica
+
+
+class GraphedPass(LanePass):
+    """The passes of one worker's lanes, of which graphs compute those that they can."""
+
+    @property
+    def _graphs(self) -> LaneGraphs:
+        return cast(LaneGraphs, self.context.graphs)
+
+    def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
+        self._graphs.end(self._scalars.copy)
+        report = super().report(own_gradients)  # waits for the comparisons, too
+        self._graphs.judge()
+        return report
+
+    def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
+        """Compute a lane, and once more if graphs hold the memory that it needs."""
+        try:
+            return (yield from super()._gradients(lane, replica))
+        except (MemoryError, RuntimeError) as error:
+            # a loop that computes the loss has shown its lane, and others may get its gradients
+            is_repeatable = self.loss.fn is not None and not self.context.world.is_exchanging
+            if not (is_out_of_memory(error) and is_repeatable and self._graphs.give_way()):
+                raise
+        self._forget(lane, replica)
+        return (yield from super()._gradients(lane, replica))
+
+    def _forget(self, lane: int, replica: Replica) -> None:
+        """Return to the state before a lane that failed."""
+        with self.context.replicas.on(replica):
+            self.context.buffers.rewind(replica.number, lane)
+        take_gradients(replica.of(self.parameters))
+        self._scalars.forget(lane)
+
+    def _compute(
+        self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
+    ) -> LaneSteps[Gradients]:
+        work = self._work(lane, replica, batch, self._factor(count))
+        with self._graphs.lane(work) as graphed:
+            if graphed is None:
+                return (yield from super()._compute(lane, replica, batch, count, inspect))
+            if (values := graphed.forward()) is not None:
+                return self._replayed(lane, replica, count, graphed, values)
+            if graphed.is_compared:
+                self._delay_exchange(lane)
+            scalars, gradients = yield from self._eager(lane, replica, batch, count, inspect)
+            graphed.check(scalars, gradients)
+        return gradients
+
+    def _work(self, lane: int, replica: Replica, batch: Any, factor: float | None) -> LaneWork:
+        context, parameters = self.context, replica.of(self.parameters)
+
+        def restart() -> None:
+            context.buffers.rewind(replica.number, lane)
+            take_gradients(parameters)  # a capture that failed may have left some, without values
+            self._seed(lane)
+
+        return LaneWork(
+            lane,
+            replica.device,
+            batch,
+            factor,
+            parameters,
+            context.buffers.named,
+            lambda n: context.manual.name_of(self.parameters[n]),
+            partial(self._captured, lane, replica),
+            self.overlap.groups,
+            restart,
+            context.round_to,
+        )
+
+    def _captured(
+        self, lane: int, replica: Replica, batch: Any, factor: Tensor | None, cuts: Cuts
+    ) -> LaneValues:
+        """Compute forward and backward for graphs, which keep gradients out of `.grad`."""
+        context, parameters = self.context, replica.of(self.parameters)
+        with context.user_code():
+            fn = cast(LossFn, self.loss.fn)
+            loss, metrics = split_loss(fn(self.loss.model, batch), lane)
+        scalars = self._scalars.named(loss, metrics)
+        changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
+        # rounded to the loss's dtype as `torch.full_like` does
+        weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
+        cuts.cut()  # the host waits for the forward pass alone
+        with context.manual.backward(parameters, lane), cuts.backward(parameters):
+            gradients = torch.autograd.grad([loss], parameters, [weight], allow_unused=True)
+        refuse_accumulated(parameters)
+        return LaneValues(scalars, changes, list(gradients))
+
+    def _replayed(
+        self, lane: int, replica: Replica, count: float, graphed: GraphedLane, values: LaneValues
+    ) -> Gradients:
+        """Note the results of a lane's forward pass, and compute its gradients, with graphs."""
+        context, parameters = self.context, replica.of(self.parameters)
+        self._scalars.note(lane, count, values.scalars)
+        if context.lanes > 1:
+            changes = values.changes
+            context.buffers.note_changes(lane, replica.number, changes, self._scalars.copy)
+        if not self.overlap.groups or lane != context.own[-1]:
+            return in_order(graphed.backward(context.round_to), parameters)
+        with self.overlap.active(self._sums) as self._in_exchange:
+            for complete in graphed.backward(None):  # the exchange rounds them
+                for n, gradient in complete.items():
+                    parameters[n].grad = gradient
+                self.overlap.take_complete()
+        return take_gradients(parameters, context.round_to)
