@@ -276,6 +276,14 @@ def test_an_optimizer_steps_without_its_hooks():
         everywhere.remove()
 
 
+def test_hooks_after_additions_to_gradients_are_listed():
+    parameter = nn.Parameter(torch.ones(1))
+    assert list(internals.post_accumulate_hooks(parameter)) == []
+    parameter.register_hook(abs)
+    parameter.register_post_accumulate_grad_hook(print)
+    assert list(internals.post_accumulate_hooks(parameter)) == [print]
+
+
 def test_loader_processes_are_listed_and_ended():
     batches = iter(DataLoader(range(4), num_workers=2))
     processes = internals.loader_processes(batches)

@@ -276,6 +276,11 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], object] | 
     return getattr(type(optimizer).step, "__wrapped__", None)
 
 
+def post_accumulate_hooks(parameter: Tensor) -> Collection[Callable[[Tensor], Any]]:
+    """Return the hooks that run once autograd has added to `.grad`, of which there is no list."""
+    return (parameter._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001
+
+
 def loader_processes(batches: object) -> Sequence[Any]:
     """Return the processes of a DataLoader's iterator, none without workers."""
     return getattr(batches, "_workers", ())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from torch import nn
 
 import samestep as ss
-from samestep.step import exchange
+from samestep.step import exchange, overlap
 from tests.gpu.machines import enter_machine
 from tests.gpu.simulated import VISIBLE
 from tests.jobs import classify, events, images
@@ -111,3 +112,44 @@ def test_exchange_takes_little_more_memory_than_the_gradients(first_ranks, large
 
 def test_sums_of_other_devices_are_fetched_in_turn(gpus):
     assert 1.0 <= gpus.call(peak_of_step, {"lanes": 4, "devices": 4}) < 3.3
+
+
+def in_two_streams(steps):
+    """Return the losses, and the numbers of exchanges that began during a backward pass.
+
+    One parameter belongs to another stream, in which autograd then adds to its gradient.
+    """
+    from tests.gpu.simulated.device import LIBRARY
+
+    exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1 << 8
+    put, early = overlap.EarlyExchange._put_next, []
+
+    def logged_put(exchanges, gradients):
+        if exchanges._active:
+            early.append(exchanges._put)
+        put(exchanges, gradients)
+
+    overlap.EarlyExchange._put_next = logged_put
+    with ss.init(lanes=2, timeout=60) as run:
+        torch.manual_seed(0)
+        model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 10)))
+        stream = torch.cuda.Stream(run.device)
+
+        def enter(_):
+            LIBRARY.sim_exchange_stream(stream.device_index, stream.stream_id)
+
+        model[1].bias.register_hook(enter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for batch in run.batches(images(64), 8, steps=steps):
+            losses.append(run.backward(classify, model, batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, early
+
+
+def test_gradients_of_another_stream_are_exchanged_after_backward(gpus):
+    expected, _ = gpus.call(in_two_streams, 3)
+    for losses, early in gpus.workers(2, in_two_streams, 3, **{VISIBLE: "0,1"}):
+        assert losses == expected
+        assert early == [0, 1]  # in the first step, the layer before

@@ -40,6 +40,7 @@ from samestep.torch_internals import (
     has_compiled_graphs,
     recover_from_capture,
 )
+from samestep.user_code import SAMESTEP
 
 MOST_GRAPHS: Final = 4  # of a device
 EAGER_CALLS: Final = 2  # of a loss with equal lanes after its first one, before a capture
@@ -48,6 +49,7 @@ MOST_CHANGES: Final = 8  # of what a loss reaches, or of losses, without a graph
 MOST_KEYS: Final = 32  # of lanes that are counted
 SYNCHRONIZING: Final = "called a synchronizing CUDA operation"  # in warnings of torch
 PROTOTYPE: Final = "Synchronization debug mode is a prototype"
+EXCHANGES: Final = f"{SAMESTEP}comm"  # files of code
 USE_A_TENSOR: Final = (
     "Pass a value that changes as a tensor on the device, and change it in place: weight ="
     " torch.zeros((), device=run.device) before the loop, and weight.fill_(x) in its body."
@@ -121,7 +123,7 @@ class LaneGraphs:
 
     def __init__(self, *, is_required: bool, say: Callable[[str], object]) -> None:
         self._is_required, self._say = is_required, say
-        # `samestep verify` compares in every step, and wants the results of graphs in all of them
+        # `samestep verify` uses the results of graphs from the first capture on
         self._probation = 0 if is_observed() else PROBATION
         self._losses: dict[tuple[int, ...], _Loss] = {}
         self._loss: _Loss | None = None  # of the current call
@@ -392,7 +394,7 @@ class GraphedLane:
     def forward(self) -> LaneValues | None:
         """Compute the forward pass with a graph, None if the lane is to be computed eagerly.
 
-        The gradients of the values are those of `backward`.
+        The values have no gradients: `backward` computes them.
         """
         graph = self._choose()
         if graph is None:
@@ -530,7 +532,9 @@ class _Waits:
         for warning in caught:
             text = str(warning.message)
             if SYNCHRONIZING in text:
-                waited = waited or f"{warning.filename}:{warning.lineno}"
+                # an exchange during the backward pass of the lane is not part of it
+                if not warning.filename.startswith(EXCHANGES):
+                    waited = waited or f"{warning.filename}:{warning.lineno}"
             elif PROTOTYPE not in text:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno

@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.data.lane_loop import LaneSteps
 from samestep.step.gradients import Gradients, take_gradients
 from samestep.step.graph_choice import GraphedLane, LaneGraphs
-from samestep.step.guards import is_out_of_memory
+from samestep.step.guards import is_out_of_memory, refuse_accumulated
 from samestep.step.lane_graph import Cuts, LaneValues, LaneWork, in_order
 from samestep.step.lane_pass import Inspect, LanePass, LossFn
 from samestep.step.lane_results import split_loss
@@ -37,8 +37,8 @@ class GraphedPass(LanePass):
         try:
             return (yield from super()._gradients(lane, replica))
         except (MemoryError, RuntimeError) as error:
-            # a loop that computes the loss has shown its lane, and others may have its gradients
-            is_repeatable = self.loss.fn is not None and not self._is_exchanged(lane)
+            # a loop that computes the loss has shown its lane, and others may get its gradients
+            is_repeatable = self.loss.fn is not None and not self.context.world.is_exchanging
             if not (is_out_of_memory(error) and is_repeatable and self._graphs.give_way()):
                 raise
         self._forget(lane, replica)
@@ -61,16 +61,17 @@ class GraphedPass(LanePass):
             if (values := graphed.forward()) is not None:
                 return self._replayed(lane, replica, count, graphed, values)
             if graphed.is_compared:
-                self._keep(lane)
+                self._delay_exchange(lane)
             scalars, gradients = yield from self._eager(lane, replica, batch, count, inspect)
             graphed.check(scalars, gradients)
         return gradients
 
     def _work(self, lane: int, replica: Replica, batch: Any, factor: float | None) -> LaneWork:
-        context = self.context
+        context, parameters = self.context, replica.of(self.parameters)
 
         def restart() -> None:
             context.buffers.rewind(replica.number, lane)
+            take_gradients(parameters)  # a capture that failed may have left some, without values
             self._seed(lane)
 
         return LaneWork(
@@ -78,7 +79,7 @@ class GraphedPass(LanePass):
             replica.device,
             batch,
             factor,
-            replica.of(self.parameters),
+            parameters,
             context.buffers.named,
             lambda n: context.manual.name_of(self.parameters[n]),
             partial(self._captured, lane, replica),
@@ -102,6 +103,7 @@ class GraphedPass(LanePass):
         cuts.cut()  # the host waits for the forward pass alone
         with context.manual.backward(parameters, lane), cuts.backward(parameters):
             gradients = torch.autograd.grad([loss], parameters, [weight], allow_unused=True)
+        refuse_accumulated(parameters)
         return LaneValues(scalars, changes, list(gradients))
 
     def _replayed(
@@ -113,15 +115,11 @@ class GraphedPass(LanePass):
         if context.lanes > 1:
             changes = values.changes
             context.buffers.note_changes(lane, replica.number, changes, self._scalars.copy)
-        if not self._is_exchanged(lane):
+        if not self.overlap.groups or lane != context.own[-1]:
             return in_order(graphed.backward(context.round_to), parameters)
         with self.overlap.active(self._sums) as self._in_exchange:
-            for complete in graphed.backward(None):
+            for complete in graphed.backward(None):  # the exchange rounds them
                 for n, gradient in complete.items():
                     parameters[n].grad = gradient
                 self.overlap.take_complete()
         return take_gradients(parameters, context.round_to)
-
-    def _is_exchanged(self, lane: int) -> bool:
-        """Return whether gradients of a lane are exchanged with other workers during backward."""
-        return bool(self.overlap.groups) and lane == self.context.own[-1]

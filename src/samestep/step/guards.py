@@ -38,12 +38,14 @@ from samestep.step.gradients import (
     ModuleParameters,
     Parameters,
     SlicedGradient,
+    have_none,
     parameters_of,
 )
 from samestep.step.replicas import check_unwrapped
 from samestep.torch_internals import (
     Pass,
     backward_watcher,
+    post_accumulate_hooks,
     versions_of,
     watch_backward,
 )
@@ -540,6 +542,27 @@ def refuse_added_twice(gradients: Iterable[Tensor | None], lane: int) -> None:
             " gradient that was complete: a parameter that it uses is also used outside of it."
             " Let the function use torch.autograd.grad and return the gradient"
         )
+
+
+def refuse_accumulated(parameters: Parameters) -> None:
+    """Raise `LossError` if a pass that was captured depends on `.grad`, to which it adds nothing.
+
+    A hook of user code that runs after such an addition would not run, and what a function adds to
+    `.grad` in its own backward pass would be missing.
+    """
+    if not have_none(parameters):
+        raise LossError(
+            "a torch.autograd.Function calls backward() itself and adds to `.grad`; let it use"
+            " torch.autograd.grad and return the gradient"
+        )
+    hooks = (hook for parameter in parameters for hook in post_accumulate_hooks(parameter))
+    for hook in hooks:  # those of exchanges do nothing while graphs compute gradients
+        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+        if not module.startswith("samestep."):
+            raise LossError(
+                "a parameter has a hook of register_post_accumulate_grad_hook, which a graph would"
+                " not call; use register_hook"
+            )
 
 
 def check_same_call(calls: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ class LaneWork:
     `factor` scales the loss before backward, None for 1. `compute(batch, factor, cuts)` returns the
     values of a batch, with the factor as a float64 tensor, and cuts the work into graphs. Gradients
     of the parameters in each of `groups`, which are numbers, are exchanged together, in this order.
-    `restart` returns to the state before the lane: seeds and buffers.
+    `restart` returns to the state before the lane: seeds, buffers and no gradients.
     """
 
     lane: int
@@ -73,9 +73,12 @@ class Cuts:
 
     def __init__(self, pool: Any, groups: Sequence[Sequence[int]]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.places: dict[int, int] = {}  # of the graph that completes a parameter's gradient
+        # by number of a parameter, that of the graph that completes its gradient
+        self.places: dict[int, int] = {}
         self._pool, self._groups = pool, list(groups)
         self._is_capturing = False
+        # of the host, older than the work: autograd computes its gradient after all newer nodes
+        self._oldest = torch.zeros((), device="cpu", requires_grad=True) * 1.0
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -86,7 +89,7 @@ class Cuts:
         except BaseException:
             if self._is_capturing:
                 with suppress(RuntimeError):  # it says less than the error that comes before it
-                    self.graphs[-1].capture_end()
+                    self._end()
             raise
         self._end()
 
@@ -110,6 +113,11 @@ class Cuts:
             # in this thread, because a capture ends in the thread that began it
             with torch.autograd.set_multithreading_enabled(False):
                 yield
+        except BaseException:
+            # What is left of the pass stays in this thread's queue. It would keep nodes that add to
+            # `.grad` in the stream of the capture, and the next lane would use them.
+            self._oldest.backward()
+            raise
         finally:
             for hook in hooks:
                 hook.remove()
@@ -132,11 +140,11 @@ class Cuts:
         self.graphs.append(graph)
 
     def _end(self) -> None:
-        self._is_capturing = False
         with warnings.catch_warnings():
             # compiled code computes many gradients at once, with no kernel between two groups
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self.graphs[-1].capture_end()
+        self._is_capturing = False
 
 
 class LaneGraph:
@@ -153,6 +161,7 @@ class LaneGraph:
         self.used_at = 0  # the last call of any loss that used it
         self._lanes = self._lanes_before = 0  # in that call, and in the one before
         self._is_compared = False  # in that call
+        self._turns = 0  # calls in which a lane was due to be compared
 
     def _own(self, tensor: Tensor) -> Tensor:
         # also the strides, by which kernels are chosen
@@ -186,7 +195,7 @@ class LaneGraph:
                 self._complete[cuts.places.get(n, last)].append(n)
 
     def forward(self, work: LaneWork) -> LaneValues:
-        """Compute the forward pass; return the values, whose gradients `backward` computes.
+        """Compute the forward pass; return the values, without gradients until `backward`.
 
         They are in memory that the next replay writes.
         """
@@ -212,10 +221,12 @@ class LaneGraph:
         if self.used_at != call:
             self.used_at, self.calls = call, self.calls + 1
             self._lanes_before, self._lanes, self._is_compared = self._lanes, 0, False
+            self._turns += probation == 0 or _is_due(self.calls)
         number, self._lanes = self._lanes, self._lanes + 1
-        is_first = self.calls <= probation
-        turn = 0 if is_first else self.calls % max(1, self._lanes_before)  # not always the first
-        is_due = probation == 0 or _is_due(self.calls)
+        is_first, is_due = self.calls <= probation, probation == 0 or _is_due(self.calls)
+        # each lane in turn, and in `samestep verify` none at the end, so that all are used
+        turns = max(1, self._lanes_before + (probation == 0))
+        turn = 0 if is_first else (self._turns - 1) % turns
         compares = is_due and number >= turn and not self._is_compared
         self._is_compared |= compares
         return compares, is_first

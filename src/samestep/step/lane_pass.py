@@ -286,7 +286,7 @@ class LanePass:
         The gradients of `lane` go into exchanges after that.
         """
         self.watched, self.after_lane = lane, note
-        self._keep(lane)
+        self._delay_exchange(lane)
 
     def repeat(self, lane: int, batch: Batch) -> Gradients:
         """Return the gradients of the lane that is watched, computed here from a batch with it.
@@ -427,8 +427,8 @@ class LanePass:
     def _seed(self, lane: int) -> None:
         set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
 
-    def _keep(self, lane: int) -> None:
-        """Exchange the gradients of a lane after its backward pass, because they are compared."""
+    def _delay_exchange(self, lane: int) -> None:
+        """Let a lane keep its gradients until its backward pass has ended: they are compared."""
         if lane == self.context.own[-1]:
             self.overlap = NO_OVERLAP
 

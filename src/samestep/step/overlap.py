@@ -116,9 +116,9 @@ class Overlap:
         """Prepare for the first gradient."""
 
     def take_complete(self) -> None:
-        """Take the gradients of `groups` that are complete in `.grad`, and no others before them.
+        """Take the next of the `groups` whose gradients are in `.grad`, up to one that misses any.
 
-        Autograd calls this itself; where graphs compute the gradients, whoever sets them does.
+        Hooks of autograd call this. After a CUDA graph, which calls no hooks, its caller does.
         """
 
     def finish(self, own_gradients: Sequence[Gradients]) -> None:
@@ -158,7 +158,8 @@ class EarlyExchange(Overlap):
 
     A backward pass nested in that of the lane may be one of several that add to a gradient. So if
     the lane `has_nested` ones, or its loss function has set a gradient, the remaining ones wait for
-    `finish`.
+    `finish`. So do all, for good, once a gradient is computed in another stream of the GPU, which
+    is awaited at the end of backward.
 
     Autograd reaches parameters roughly in reverse order, and all workers must start exchanges in
     the same order. So buckets start from last to first; those that a lane does not reach wait for
@@ -183,6 +184,7 @@ class EarlyExchange(Overlap):
         self._before = -len(buckets)  # all puts of earlier passes
         self._is_begun = self._are_clear = False
         self._world = world
+        self._stream: torch.cuda.Stream | None = None  # of the pass, on a GPU
         # int64 [1] per worker of this host, as NumPy arrays, which are faster to read than tensors
         self._puts = [counter.view(torch.int64).numpy() for counter in world.shared(8)]
         self._fence = Lock()
@@ -207,10 +209,14 @@ class EarlyExchange(Overlap):
         self._put = self._started = 0
         self._before += len(self.order)
         self._are_clear = have_none(self._parameters)
+        self._stream = _stream_of(self._parameters[0])
 
-    def _arrived(self, number: int, n: int, _: Tensor) -> None:
-        if not self._active or self._has_nested() or not self._are_clear:
+    def _arrived(self, number: int, n: int, parameter: Tensor) -> None:
+        if not (self._active and self.groups) or self._has_nested() or not self._are_clear:
             return  # it may not be the complete gradient of the last lane
+        if self._stream not in {None, _stream_of(parameter)}:
+            self.groups = []
+            return
         self._last[number] = n
         self.take_complete()
 
@@ -301,6 +307,11 @@ class EarlyExchange(Overlap):
                 self.order[self._started - 1].exchange.send_on()
             self._started += 1
             self.order[self._started - 1].exchange.start()
+
+
+def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
+    """Return the current stream of a tensor's GPU, None for the host."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 class EarlyCopies(Overlap):

@@ -83,8 +83,11 @@ class CUDAGraph:
         _Recorder().__enter__()
 
     def capture_end(self) -> None:
+        if _Recorder.graph is not self:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        if torch.cuda.current_stream() != self._stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
         assert get_ident() == self._thread, "operation failed: the capture began in another thread"
-        assert torch.cuda.current_stream() == self._stream
         _Recorder.graph = None
         _pop_mode()
         LIBRARY.sim_capture(-1, -1)
