@@ -86,10 +86,22 @@ def pytest_collection_finish() -> None:
 
     Garbage collections in a fork would copy all imported modules.
     """
+    with suppress(ModuleNotFoundError):
+        _prepare_forks()
     gc.collect()
     gc.freeze()
     python.start_server()
     use_huge_pages()  # last: what a process shares with another one is divided again
+
+
+def _prepare_forks() -> None:
+    """Do once what workers would repeat, each in memory of its own."""
+    import samestep.launch.supervisor  # noqa: F401
+    from samestep.config import merge
+    from samestep.launch.local import preload
+
+    preload()
+    merge({}, {})  # evaluates the types of all options
 
 
 def pytest_unconfigure() -> None:
