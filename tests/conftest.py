@@ -11,12 +11,13 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 
 import hypothesis
 import pytest
 
+from samestep.host import no_garbage_collection
 from tests import python
 from tests.huge_pages import use_huge_pages
 from tests.leaks import adopt_orphans, nothing_left
@@ -79,6 +80,13 @@ def _default_signals() -> None:
         if number in handled or signal.getsignal(number) is signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import tests without searching for garbage, which takes a quarter of the time."""
+    with no_garbage_collection():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
