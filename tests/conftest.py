@@ -24,7 +24,8 @@ from tests.leaks import adopt_orphans, nothing_left
 
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
-with suppress(ModuleNotFoundError):  # tests.versions runs some tests without torch
+# tests.versions runs some tests without torch
+with suppress(ModuleNotFoundError), no_garbage_collection():
     import torch
 
     torch.set_num_threads(1)
