@@ -9,11 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 from tests.python import running
 
@@ -32,6 +31,8 @@ IGNORED_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
+
+Constants = Mapping[str, Mapping[str, object]]
 
 
 class LeakError(Exception):
@@ -68,32 +69,39 @@ def nothing_left(grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
     changed = {name for name, _ in variables ^ _variables()}
     left += [f"environment variable {name}" for name in sorted(changed)]
-    now = _constants()
-    left += [
-        f"constant {name}" for name, value in constants.items() if now.get(name, value) is not value
-    ]
+    left += [f"constant {name}" for name in _changed(constants)]
     if left:
         raise LeakError("left behind: " + "; ".join(left))
 
 
-def _constants() -> dict[str, object]:
-    """Return the constants of the imported modules of samestep, by their full names."""
-    modules = [module for name, module in [*sys.modules.items()] if name.startswith("samestep.")]
+def _constants() -> Constants:
+    """Return the constants of the imported modules of samestep, by module and name."""
+    constants = _constants_of(len(sys.modules))
+    if _changed(constants):
+        _constants_of.cache_clear()
+        constants = _constants_of(len(sys.modules))
+    return constants
+
+
+@lru_cache(1)  # looking at 6,000 modules writes to their memory, which forks share
+def _constants_of(_modules: int) -> Constants:
+    """Return the constants while as many modules are imported."""
     return {
-        full_name: values[name]
-        for values, name, full_name in _names_of(tuple(modules))
-        if name in values
+        name: {constant: value for constant, value in vars(module).items() if constant.isupper()}
+        for name, module in [*sys.modules.items()]
+        if name.startswith("samestep.")
     }
 
 
-@cache  # a test rarely imports another module
-def _names_of(modules: tuple[ModuleType, ...]) -> list[tuple[dict[str, object], str, str]]:
-    """Return the values of each module with a constant's name and full name, when first seen."""
+def _changed(constants: Constants) -> list[str]:
+    """Return the full names of the constants that have other values now."""
     return [
-        (vars(module), name, f"{module.__name__}.{name}")
-        for module in modules
-        for name in vars(module)
-        if name.isupper()
+        f"{module}.{constant}"
+        for module, before in constants.items()
+        if module in sys.modules
+        for now in [vars(sys.modules[module])]
+        for constant, value in before.items()
+        if now.get(constant, value) is not value
     ]
 
 

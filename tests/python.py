@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +36,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from typing_extensions import Self
 
 from samestep.host import end_with_parent
+from tests.huge_pages import use_huge_pages
 
 MAX_REQUEST = 1 << 17  # bytes
 FILES = 4  # stdin, stdout, stderr, and the pipe for the process id and the exit status
@@ -45,6 +46,7 @@ FIXED = {"PYTHONHASHSEED": "0", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=2"}
 
 _connection: socket.socket | None = None
 _running: list[PythonProcess] = []
+_forgotten: list[ModuleType] = []  # of the server, which still runs one of them
 _path: list[str] = []  # of a new Python, after the folder of its program
 
 
@@ -221,6 +223,8 @@ def _serve(connection: socket.socket) -> None:
     """Fork a program for each request until the other end is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends this process
+    _forget_own_packages()
+    use_huge_pages()
     while True:
         data, files, *_ = socket.recv_fds(connection, MAX_REQUEST, FILES)
         if not data:
@@ -230,6 +234,12 @@ def _serve(connection: socket.socket) -> None:
             _watch(json.loads(data), files)
         for file in files:
             os.close(file)
+
+
+def _forget_own_packages() -> None:
+    """Let programs import them; here, because a program would copy all memory that this changes."""
+    own = [name for name in sys.modules if name.partition(".")[0] in OWN_PACKAGES]
+    _forgotten.extend(sys.modules.pop(name) for name in own)
 
 
 def _or_exit(body: Callable[[], object]) -> None:
@@ -331,6 +341,3 @@ def _restore_python() -> None:
     ]
     logging.root.handlers[:] = []
     logging.root.setLevel(logging.WARNING)
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in OWN_PACKAGES:
-            del sys.modules[name]

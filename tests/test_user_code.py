@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import sysconfig
+import types
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import samestep as ss
-from samestep.user_code import is_callers, is_installed, is_users
+from samestep.user_code import ImportedModules, is_callers, is_installed, is_users
 
 PURELIB = sysconfig.get_path("purelib")
 
@@ -74,3 +75,58 @@ def test_an_installed_package_that_runs_as_a_program_is_the_users(monkeypatch, m
 def test_samestep_is_not_the_users_if_it_runs_as_a_program(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", ss.__file__, raising=False)
     assert not is_users(ss.__file__)
+
+
+def import_as(monkeypatch, name, file):
+    """Put a module that was loaded from a file behind those that are imported."""
+    module = types.ModuleType(name)
+    module.__file__ = str(file)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_imported_files_of_the_user_are_found_before_and_after_a_note(monkeypatch, tmp_path):
+    imported = ImportedModules()
+    import_as(monkeypatch, "own_before", tmp_path / "before.py")
+    import_as(monkeypatch, "own_removed", tmp_path / "removed.py")
+    import_as(monkeypatch, "package_before", f"{PURELIB}/package.py")
+    assert imported.files_in(tmp_path) == {tmp_path / "before.py", tmp_path / "removed.py"}
+    imported.note()
+    import_as(monkeypatch, "own_after", tmp_path / "part" / "after.py")
+    import_as(monkeypatch, "of_others", tmp_path.with_name("others") / "before.py")
+    import_as(monkeypatch, "package_after", f"{PURELIB}/package.py")
+    monkeypatch.delitem(sys.modules, "own_removed")
+    expected = {tmp_path / "before.py", tmp_path / "part" / "after.py"}
+    assert imported.files_in(tmp_path) == expected
+    imported.note()
+    assert imported.files_in(tmp_path) == expected
+    monkeypatch.delitem(sys.modules, "package_after")  # the newest one that was noted
+    assert imported.files_in(tmp_path) == expected
+
+
+def test_modules_of_a_package_that_runs_as_a_program_are_found_after_a_note(monkeypatch):
+    import_as(monkeypatch, "jobs.models", f"{PURELIB}/jobs/models.py")
+    imported = ImportedModules()
+    imported.note()
+    folder = Path(PURELIB, "jobs")
+    main = str(folder / "train.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", main, raising=False)
+    assert imported.files_in(folder) == {folder / "models.py", folder / "train.py"}
+
+
+def test_a_fork_does_not_look_again_at_modules_of_packages(monkeypatch):
+    looked_at = []
+
+    class Module(types.ModuleType):
+        @property
+        def __file__(self):
+            looked_at.append(self.__name__)
+            return json.__file__
+
+    monkeypatch.setitem(sys.modules, "before", Module("before"))
+    imported = ImportedModules()
+    imported.note()
+    assert looked_at == ["before"]
+    monkeypatch.setitem(sys.modules, "after", Module("after"))
+    imported.files_in(Path(os.sep))
+    assert looked_at == ["before", "after"]

@@ -6,6 +6,7 @@ import os
 import sys
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Final
@@ -33,6 +34,50 @@ def is_users(path: str) -> bool:
 def _is_users(path: str, program: str) -> bool:
     is_theirs = not path.startswith(NOT_USERS) and not is_of_package(path)
     return is_theirs or (not path.startswith(SAMESTEP) and path.startswith(_package_of(program)))
+
+
+class ImportedModules:
+    """The modules that may be the user's, found without looking twice at those of packages.
+
+    A worker that looked at each of the 2,000 modules that it shares with the process it was forked
+    from would copy the memory of all of them, because Python counts references in the objects.
+    """
+
+    def __init__(self) -> None:
+        self._users = set[str]()  # names
+        self._last = ""  # the name of the newest module of a package
+
+    def note(self) -> None:
+        """Look at the modules imported since the last call, before this process is forked."""
+        newest_first = self._new_names()
+        users = {name for name in newest_first if _may_be_users(_file_of(name))}
+        self._users |= users
+        self._last = next((name for name in newest_first if name not in users), self._last)
+
+    def files_in(self, folder: Path) -> set[Path]:
+        """Return the user's files in a folder that this process has imported as modules."""
+        # a program that is part of a package makes the modules of that package the user's
+        is_package = is_of_package(_file_of("__main__"))
+        names = [*sys.modules] if is_package else [*self._users, *self._new_names()]
+        files = {_file_of(name) for name in names}
+        return {Path(f) for f in files if f.startswith(f"{folder}{os.sep}") and is_users(f)}
+
+    def _new_names(self) -> list[str]:
+        """Return the names of modules imported after the last one that was noted, newest first."""
+        return list(takewhile(self._last.__ne__, reversed(sys.modules)))
+
+
+def _file_of(name: str) -> str:
+    """Return the file of an imported module, "" if it has none."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file if isinstance(file, str) else ""
+
+
+def _may_be_users(file: str) -> bool:
+    return bool(file) and not file.startswith(NOT_USERS) and not is_of_package(file)
+
+
+imported_modules: Final = ImportedModules()
 
 
 def _package_of(program: str) -> str:

@@ -183,6 +183,7 @@ def srun(cluster, *options, command=PRINT, **environment):
     return printed(cluster.run("srun", *options, *command, **environment).stdout)
 
 
+@pytest.mark.long
 def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
     workers = srun(cluster, "-N2", "-n3", command=TRAIN)
     assert [

@@ -31,6 +31,17 @@ def test_a_constant_left_changed_is_found(monkeypatch):
         monkeypatch.setattr(exchange, "BUCKETS", 9)
 
 
+def test_a_constant_is_compared_with_its_value_at_the_start(monkeypatch):
+    monkeypatch.setattr(exchange, "BUCKETS", 9)
+    with nothing_left(grace_seconds=0):
+        pass
+    with (
+        pytest.raises(LeakError, match=r"constant samestep\.step\.exchange\.BUCKETS"),
+        nothing_left(grace_seconds=0),
+    ):
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("kernel_lists_children", [True, False])
 def test_a_process_left_behind_is_found_and_killed(kernel_lists_children, monkeypatch):
     if not kernel_lists_children:

@@ -38,9 +38,9 @@ def check(outcome, undisturbed, phases=PHASES):
     assert outcome.seen.keys() == set(phases)
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("samestep run", marks=pytest.mark.long), "samestep run --nodes"]
-)
+# tests/comm/test_unauthenticated.py and test_floods.py have single attacks
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["samestep run", "samestep run --nodes"])
 def test_no_attack_disturbs_a_run_with_a_token(launcher, tmp_path, undisturbed):
     check(attacked(launcher, tmp_path / "job", everything()), undisturbed)
 

@@ -341,15 +341,27 @@ def _attributes(name: str, value: Any) -> Iterator[Reference]:
     attributes = own_dict(value)
     for attribute in islice(attributes, MOST_ENTRIES):
         yield Reference(f"{name}.{attribute}", getitem, attributes, attribute)
+    yield from _class_parts(name, value)
+
+
+def _class_parts(name: str, value: Any) -> Iterator[Reference]:
+    """Yield references to slots and generators, and what methods of the user can reach."""
+    is_of_user = dict[str, bool]()  # by file
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             yield Reference(f"{name}.{slot}", getattr, value, slot)
         for attribute, member in vars(kind).items():
-            if isinstance(member, KINDS):
+            # functions first: a module has 100, mostly of torch, and asking whether an object is
+            # one of KINDS calls Python code of torch
+            if isinstance(member, FunctionType):
+                file = member.__code__.co_filename
+                if file not in is_of_user:
+                    is_of_user[file] = is_users(file)
+                if is_of_user[file]:
+                    yield from _function_parts(f"{name}.{attribute}", member)
+            elif isinstance(member, KINDS):
                 yield Reference(f"{name}.{attribute}", getattr, value, attribute)
-            elif isinstance(member, FunctionType):
-                yield from _function_parts(f"{name}.{attribute}", member)
 
 
 def own_dict(value: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from samestep.host import end_with_parent, missing_system_calls, no_garbage_collection
 from samestep.launch.output import Pipes, print_to
 from samestep.launch.worker import FORK, NVML_CHECK, ExitReport, Job, LocalAttempt, can_use_gpus
+from samestep.user_code import imported_modules
 
 MAX_BYTES: Final = 1 << 16  # of a message
 FILES: Final = 3  # a worker's report, stdout and stderr
@@ -169,6 +170,7 @@ def _serve(job: Job, modules: Sequence[str], connection: socket.socket) -> None:
     for name in modules:
         with suppress(Exception):  # a worker that needs the module raises the error again
             import_module(name)
+    imported_modules.note()
     if job.config.device != "cpu" and not can_use_gpus():
         return
     connection.send(READY)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cluster import STARTED_BY, find_process
+from samestep.cluster.launchers import is_host
 from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
 from samestep.errors import ConfigError, LaunchError, WorkerError
 from samestep.handoff import (
@@ -41,6 +42,7 @@ from samestep.host import (
 )
 from samestep.launch.cluster_spec import ClusterSpec, add_node_arguments, cluster_spec
 from samestep.launch.screen import terminal_variables
+from samestep.user_code import imported_modules
 
 EPILOG = """\
 examples:
@@ -79,6 +81,8 @@ def preload() -> None:
         with interrupts_deferred():  # again, because each import takes a second
             preload_compiler()
         samestep_version()
+        is_host("localhost")  # loads the codec of names of hosts
+        imported_modules.note()
 
 
 def start(

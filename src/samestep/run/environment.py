@@ -27,7 +27,7 @@ from samestep.masking import mask, mask_words
 from samestep.record.events import FORMAT, samestep_version
 from samestep.run.process import announce
 from samestep.snapshot.read import Snapshot
-from samestep.user_code import is_users
+from samestep.user_code import imported_modules
 
 HASH_SEED: Final = "hash seed"  # of an environment
 KEEP_SEED: Final = "to keep it, start with PYTHONHASHSEED={} (samestep run sets it to 0)"
@@ -83,11 +83,7 @@ def digests_of_program() -> dict[str, str]:
     spec = getattr(main, "__spec__", None)
     if spec is not None and "." in spec.name:
         folder = folder.parents[spec.name.count(".") - 1]
-    files = {Path(script).resolve()}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(f"{folder}{os.sep}") and is_users(file):
-            files.add(Path(file))
+    files = {Path(script).resolve(), *imported_modules.files_in(folder)}
     digests: dict[str, str] = {}
     for path in sorted(files):
         with suppress(OSError):

@@ -9,11 +9,12 @@
 // used or when the host waits, memory holds NaN before it is written and after it is freed, and each
 // wait of the host is counted. A stream must wait for the copies of another one before it uses them,
 // and memory that a stream other than its own used must not be freed without `record_stream`.
-#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

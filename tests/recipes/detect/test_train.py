@@ -91,6 +91,7 @@ def test_the_number_of_workers_changes_nothing(workers, trained, digits, tmp_pat
     assert json.loads(left["predictions"])
 
 
+@pytest.mark.long
 def test_nor_does_it_with_sharded_sgd_bfloat16_loader_processes_and_sizes_that_are_drawn(
     digits, tmp_path
 ):

@@ -50,7 +50,8 @@ SMALL = [
     ),
     *("mixup=0.2", "ema_decay=0.5", "optimizer.learning_rate=0.01", "optimizer.warmup_epochs=0.5"),
 ]
-RARE = {"sgd without clipping", "float16"}  # tests/run has the laws of each
+# tests/run has the laws of each
+RARE = {"sgd without clipping", "float16", "bfloat16, loader processes"}
 VARIANTS = {
     "whole": [],
     "sgd without clipping": [
