@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import takewhile
@@ -64,7 +65,9 @@ class ImportedModules:
 
     def _new_names(self) -> list[str]:
         """Return the names of modules imported after the last one that was noted, newest first."""
-        return list(takewhile(self._last.__ne__, reversed(sys.modules)))
+        while True:
+            with suppress(RuntimeError):  # another thread imports a module meanwhile
+                return list(takewhile(self._last.__ne__, reversed(sys.modules)))
 
 
 def _file_of(name: str) -> str:
