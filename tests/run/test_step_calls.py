@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep as ss
+from samestep.host import no_garbage_collection
 from tests.workers import run_workers
 
 COUNTED = str(Path(ss.__file__).parent), contextlib.__file__
@@ -33,7 +34,8 @@ def calls_of_a_step(lanes, *, inline=False):
         calls += event == "call" and frame.f_code.co_filename.startswith(COUNTED)
 
     data = TensorDataset(torch.ones(64, 8), torch.zeros(64, dtype=torch.int64))
-    with ss.init(lanes=lanes) as run:
+    # garbage of other tests may call functions when it is collected
+    with no_garbage_collection(), ss.init(lanes=lanes) as run:
         model = run.replicate(nn.Linear(8, 3))
         optimizer = torch.optim.SGD(model.parameters())
         run.track(model=model, optimizer=optimizer)
@@ -58,7 +60,7 @@ def calls_of_a_step(lanes, *, inline=False):
 @pytest.mark.parametrize("inline", [False, True])
 def test_a_lane_makes_few_calls(inline):
     per_lane = (calls_of_a_step(8, inline=inline) - calls_of_a_step(4, inline=inline)) / 4
-    assert 50 < per_lane < 140
+    assert 50 < per_lane < 145
 
 
 def test_a_step_of_one_lane_makes_few_calls():

@@ -53,18 +53,18 @@ class GraphedPass(LanePass):
 
     def _compute(
         self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
-    ) -> LaneSteps[Gradients]:
+    ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         work = self._work(lane, replica, batch, self._factor(count))
         with self._graphs.lane(work) as graphed:
-            if graphed is None:
-                return (yield from super()._compute(lane, replica, batch, count, inspect))
-            if (values := graphed.forward()) is not None:
-                return self._replayed(lane, replica, count, graphed, values)
-            if graphed.is_compared:
-                self._delay_exchange(lane)
-            scalars, gradients = yield from self._eager(lane, replica, batch, count, inspect)
-            graphed.check(scalars, gradients)
-        return gradients
+            if graphed is not None:
+                if (values := graphed.forward()) is not None:
+                    return values.scalars, self._replayed(lane, replica, count, graphed, values)
+                if graphed.is_compared:
+                    self._delay_exchange(lane)
+            scalars, gradients = yield from super()._compute(lane, replica, batch, count, inspect)
+            if graphed is not None:
+                graphed.check(scalars, gradients)
+        return scalars, gradients
 
     def _work(self, lane: int, replica: Replica, batch: Any, factor: float | None) -> LaneWork:
         context, parameters = self.context, replica.of(self.parameters)

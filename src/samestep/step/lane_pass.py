@@ -358,22 +358,15 @@ class LanePass:
             context.watch(lane),
         ):
             self._seed(lane)
-            gradients = yield from self._compute(lane, replica, batch, count, inspect)
+            _, gradients = yield from self._compute(lane, replica, batch, count, inspect)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         return gradients
 
     def _compute(
         self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
-    ) -> LaneSteps[Gradients]:
-        """Compute a lane; buffers keep what it wrote."""
-        _, gradients = yield from self._eager(lane, replica, batch, count, inspect)
-        return gradients
-
-    def _eager(
-        self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
-        """Return the scalars of a lane on its device, and its gradients."""
+        """Return the scalars of a lane on its device, and its gradients. It leaves its buffers."""
         with self.context.user_code():
             if self.loss.fn is None:
                 embed = self.loss.embed  # of the only lane
