@@ -360,6 +360,32 @@ def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
     assert page.run("return document.activeElement === arguments[0]", name)
 
 
+def test_a_run_that_only_the_table_has_yet_can_be_chosen(run, place, page, names):
+    old, new = place / next(names), place / next(names)
+    append(old, {**started(), "settings": {"study": "newer"}}, scalars(0, a=1))
+    page.wait_for_run(old.name)
+    page.open(old.name, tab="table", filter="study=newer")
+    wait_for_rows(page, old)
+    page.run(  # leaves a run out of the lists that the page gets
+        "const [real, hidden] = [window.fetch, arguments[0]];"
+        "window.fetch = async (...request) => { const response = await real(...request);"
+        " if (window.isFree || !request[0].includes('api/runs')) return response;"
+        " const { runs, ...others } = await response.json();"
+        " const answer = { ...others, runs: runs.filter(({ id }) => id !== hidden) };"
+        " return new Response(JSON.stringify(answer)) }",
+        new.name,
+    )
+    append(new, {**started(), "settings": {"study": "newer"}}, scalars(0, a=2))
+    page.wait_for_run(new.name)
+    append(old, scalars(1, a=1))  # the table asks again
+    page.until(f"return {ROWS}.length === 2")
+    page.run("window.isFree = true; document.getElementById('show-matching').click()")
+    page.until(f"return document.querySelector('#runs [data-run=\"{new.name}\"]')")
+    shown = "return new URLSearchParams(location.hash).getAll('shown').toSorted()"
+    page.wait_for(sorted([old.name, new.name]), shown)
+    assert "there is no run" not in page.text("body")
+
+
 @pytest.mark.parametrize(
     ("answer", "selector", "chosen"),
     [

@@ -143,10 +143,14 @@ function announceEnd() {
 
 onChoice(() => {
   found.missing = "";
-  settle();
+  const ids = new Set(found.rows.map(({ id }) => id));
+  // the table may have a run that is newer than the rows: `load` settles it with new ones
+  const isNew = (id) => id && !ids.has(id);
+  const unknown = [state.run, ...state.shown].filter(isNew);
+  if (!unknown.length) settle();
   showFaults();
   draw();
-  const missing = wanted().filter((id) => !found.details.has(id));
+  const missing = [...unknown, ...wanted().filter((id) => !found.details.has(id))];
   if (missing.length) news(missing);
 });
 startTheme(() => parts.forEach((part) => part.repaint?.()));
