@@ -360,8 +360,8 @@ def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
     assert page.run("return document.activeElement === arguments[0]", name)
 
 
-def test_a_run_that_only_the_table_has_yet_can_be_chosen(run, place, page, names):
-    old, new = place / next(names), place / next(names)
+def test_a_run_that_only_the_table_has_yet_can_be_chosen(run, page):
+    old, new = run, run.with_name(f"{run.name}-newer")
     append(old, {**started(), "settings": {"study": "newer"}}, scalars(0, a=1))
     page.wait_for_run(old.name)
     page.open(old.name, tab="table", filter="study=newer")
