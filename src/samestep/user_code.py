@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary
-from typing import Final
+from typing import Any, Final
 
 SAMESTEP: Final = f"{Path(__file__).parent}{os.sep}"
 STANDARD: Final = f"{Path(os.__file__).parent}{os.sep}"  # packages may be below it
@@ -33,8 +34,14 @@ def is_users(path: str) -> bool:
 
 @lru_cache(KEPT_FILES)  # asked for each function that a loss function reaches
 def _is_users(path: str, program: str) -> bool:
-    is_theirs = not path.startswith(NOT_USERS) and not is_of_package(path)
-    return is_theirs or (not path.startswith(SAMESTEP) and path.startswith(_package_of(program)))
+    return _may_be_users(path) or (
+        not path.startswith(SAMESTEP) and path.startswith(_package_of(program))
+    )
+
+
+def _may_be_users(path: str) -> bool:
+    """Return whether a file is the user's own, whatever program runs."""
+    return not path.startswith(NOT_USERS) and not is_of_package(path)
 
 
 class ImportedModules:
@@ -51,7 +58,7 @@ class ImportedModules:
     def note(self) -> None:
         """Look at the modules imported since the last call, before this process is forked."""
         newest_first = self._new_names()
-        users = {name for name in newest_first if _may_be_users(_file_of(name))}
+        users = {n for n in newest_first if (file := _file_of(n)) and _may_be_users(file)}
         self._users |= users
         self._last = next((name for name in newest_first if name not in users), self._last)
 
@@ -76,10 +83,6 @@ def _file_of(name: str) -> str:
     return file if isinstance(file, str) else ""
 
 
-def _may_be_users(file: str) -> bool:
-    return bool(file) and not file.startswith(NOT_USERS) and not is_of_package(file)
-
-
 imported_modules: Final = ImportedModules()
 
 
@@ -90,6 +93,12 @@ def _package_of(program: str) -> str:
         return "\0"  # in no path
     name, separator, _ = program[max(ends) :].partition(os.sep)
     return f"{program[: max(ends)]}{name}{separator}"
+
+
+def is_own_hook(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook of PyTorch is a function of samestep, also one in a `partial`."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.startswith("samestep.")
 
 
 def is_installed(kind: type) -> bool:

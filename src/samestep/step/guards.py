@@ -49,7 +49,7 @@ from samestep.torch_internals import (
     versions_of,
     watch_backward,
 )
-from samestep.user_code import is_callers
+from samestep.user_code import is_callers, is_own_hook
 
 REFUSED_BY_TORCH: Final = re.compile(r"([\w ]+) does not have a deterministic implementation")
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
@@ -556,13 +556,12 @@ def refuse_accumulated(parameters: Parameters) -> None:
             " torch.autograd.grad and return the gradient"
         )
     hooks = (hook for parameter in parameters for hook in post_accumulate_hooks(parameter))
-    for hook in hooks:  # those of exchanges do nothing while graphs compute gradients
-        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-        if not module.startswith("samestep."):
-            raise LossError(
-                "a parameter has a hook of register_post_accumulate_grad_hook, which a graph would"
-                " not call; use register_hook"
-            )
+    # those of exchanges do nothing while graphs compute gradients
+    if not all(map(is_own_hook, hooks)):
+        raise LossError(
+            "a parameter has a hook of register_post_accumulate_grad_hook, which a graph would not"
+            " call; use register_hook"
+        )
 
 
 def check_same_call(calls: Sequence[int]) -> None:

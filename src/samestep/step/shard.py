@@ -31,13 +31,13 @@ from samestep.step.flat_buffer import (
 from samestep.step.gradients import Parameters
 from samestep.step.layout import Fragment, TensorSlice, storage_order
 from samestep.torch_internals import step_post_hooks, step_pre_hooks, step_without_hooks
+from samestep.user_code import is_own_hook
 
 ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
     optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
 
-PACKAGE: Final = __name__.partition(".")[0]
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
 
@@ -87,7 +87,7 @@ class Shard:
             self.load_state_dict(initial)
         optimizer.register_step_pre_hook(self._before_step)
         # no other hook can write this worker's slice before it is sent
-        self.sends_first = all(map(_is_ours, step_post_hooks(optimizer)))
+        self.sends_first = all(map(is_own_hook, step_post_hooks(optimizer)))
         optimizer.register_step_post_hook(self._gather)
 
     def _index(self, buffer: FlatBuffer, fragment: Fragment) -> int:
@@ -135,7 +135,7 @@ class Shard:
         update = step_without_hooks(self.optimizer)
         # each arrives after those behind it; the caller updates the last one
         order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
-        if update is None or not all(map(_is_ours, step_pre_hooks(self.optimizer))) or not order:
+        if update is None or not all(map(is_own_hook, step_pre_hooks(self.optimizer))) or not order:
             return
         # [buffers, segments] placeholders, given back to one buffer at a time
         placeholders = [
@@ -205,10 +205,6 @@ class Shard:
             for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True)
         ]
         load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
-
-
-def _is_ours(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "__module__", "").startswith(PACKAGE)
 
 
 def _fragment_state(

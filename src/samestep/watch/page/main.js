@@ -91,6 +91,8 @@ async function load() {
   }
 }
 
+const listed = () => new Set(found.rows.map(({ id }) => id));
+
 /** Return the runs that need more data than their row. */
 function wanted() {
   const ids = new Set([state.run, state.versus, ...state.shown]);
@@ -104,7 +106,7 @@ async function detail(id, isStale) {
 /** Choose the run with the latest news if none is chosen or the chosen one was removed. */
 function settle() {
   if (!found.rows.length) return;
-  const ids = new Set(found.rows.map(({ id }) => id));
+  const ids = listed();
   const missing = state.run && !ids.has(state.run) ? state.run : found.missing;
   const shown = state.shown.filter((id) => ids.has(id));
   const newest = [...found.rows].sort((a, b) => b.updated - a.updated)[0].id;
@@ -143,10 +145,9 @@ function announceEnd() {
 
 onChoice(() => {
   found.missing = "";
-  const ids = new Set(found.rows.map(({ id }) => id));
+  const ids = listed();
   // the table may have a run that is newer than the rows: `load` settles it with new ones
-  const isNew = (id) => id && !ids.has(id);
-  const unknown = [state.run, ...state.shown].filter(isNew);
+  const unknown = [state.run, ...state.shown].filter((id) => id && !ids.has(id));
   if (!unknown.length) settle();
   showFaults();
   draw();
