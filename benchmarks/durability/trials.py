@@ -15,13 +15,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.durability import slow
 from benchmarks.durability.disk import LOSSES, Call, read_calls, replay
 from benchmarks.durability.job import KEPT, STEPS, train
 from samestep.errors import SamestepError, SnapshotError
@@ -44,6 +47,9 @@ VARYING = re.compile(r"(?<=\.)\d+(?=\.tmp$)|(?<=-)[0-9a-f]{8}(?=\.\d)|\d{20}-\d{
 USUAL = re.compile(r"samestep: (\d worker|resumed|finished)")
 
 
+Trial = Any  # a fault, a power loss or slow calls
+
+
 class DurabilityError(Exception):
     """A run lost something, or did not say that it did."""
 
@@ -55,6 +61,7 @@ class Ended:
     hash: str
     error: str
     printed: str
+    status: int = 0  # of the process, as `os.waitpid` returns it
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Undisturbed:
     calls: Sequence[Call]
     hash: str
     scalars: dict[int, Any]
+    slow_hash: str  # of the run whose calls will be slow
 
     def reported(self, calls: int) -> int:
         """Return the step of the newest snapshot that the record has after some calls, or -1."""
@@ -109,11 +117,14 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
     losses = list(losses_of(undisturbed.calls, chance))
     if options.sample:
         faults, losses = map(chance.sample, (faults, losses), options.sample)
-    trials = chance.sample([*faults, *losses], len(faults) + len(losses))
+    delays = list(slow.trials(options.slow, chance))
+    trials = chance.sample([*faults, *losses, *delays], len(faults) + len(losses) + len(delays))
     tasks = [(folder / str(number), trial, undisturbed) for number, trial in enumerate(trials)]
     failed, results = 0, Counter[str]()
-    with get_context("fork").Pool(options.parallel) as pool:
-        for trial, result, error in pool.imap_unordered(attempt, tasks):
+    # unlike those of a `Pool`, these processes may start workers
+    with ProcessPoolExecutor(options.parallel, get_context("fork")) as pool:
+        for done in as_completed([pool.submit(attempt, task) for task in tasks]):
+            trial, result, error = done.result()
             results[result] += 1
             if error:
                 failed += 1
@@ -122,8 +133,8 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
                 print(f"{count} of {len(trials)} trials", dict(results), flush=True)
     calls = len({replace(fault, error=0) for fault in faults})
     print(
-        f"{len(faults)} failures of {calls} calls and {len(losses)} power losses in "
-        f"{time.monotonic() - started:.0f} s: {failed} lost something"
+        f"{len(faults)} failures of {calls} calls, {len(losses)} power losses and {len(delays)} "
+        f"runs with slow calls in {time.monotonic() - started:.0f} s: {failed} lost something"
     )
     print(", ".join(f"{count} {result}" for result, count in sorted(results.items())))
     return 1 if failed or results[NOT_REACHED] > 1 + len(faults) // 50 else 0
@@ -140,7 +151,10 @@ def record(folder: Path) -> Undisturbed:
     else:
         raise DurabilityError(f"undisturbed: {ended}")
     undisturbed = Undisturbed(
-        [*read_calls(Path(f"{folder}.calls"))], ended.hash, scalars(folder / "run")
+        [*read_calls(Path(f"{folder}.calls"))],
+        ended.hash,
+        scalars(folder / "run"),
+        start(folder / "early stopping", slow.train).hash,
     )
     check_end(folder, ended, undisturbed)
     return undisturbed
@@ -165,11 +179,14 @@ def losses_of(calls: Sequence[Call], chance: random.Random) -> Iterator[PowerLos
             yield PowerLoss(chance.randrange(sync, following), loss, chance.randrange(2**32))
 
 
-def attempt(task: tuple[Path, Fault | PowerLoss, Undisturbed]) -> tuple[Any, str, str]:
+def attempt(task: tuple[Path, Trial, Undisturbed]) -> tuple[Any, str, str]:
     """Return the trial, its result in a few words, and what it lost, if anything."""
     folder, trial, undisturbed = task
     try:
-        result = fail(folder, trial, undisturbed) if isinstance(trial, Fault) else lose(*task)
+        if isinstance(trial, slow.SlowCalls):
+            result = delay(folder, trial, undisturbed)
+        else:
+            result = fail(folder, trial, undisturbed) if isinstance(trial, Fault) else lose(*task)
     except DurabilityError as error:
         return trial, "failed", str(error)
     except Exception:  # noqa: BLE001  the other trials go on
@@ -211,6 +228,22 @@ def lose(folder: Path, trial: Any, undisturbed: Undisturbed) -> str:
     root.write(folder, trial.loss, random.Random(trial.seed))
     resume(folder, undisturbed, undisturbed.reported(trial.calls))
     return "power lost"
+
+
+def delay(folder: Path, trial: slow.SlowCalls, undisturbed: Undisturbed) -> str:
+    """Run with slow calls; if it is killed, resume. Raises `DurabilityError`."""
+    folder.mkdir()
+    snapshots = slow.Snapshots(folder / "run", trial)
+    ended = start(folder, partial(slow.train, trial=trial), snapshots.look)
+    is_killed = ended.status == signal.SIGKILL
+    if is_killed:
+        ended = start(folder, slow.train, snapshots.look)
+    if snapshots.lost or ended.error or ended.hash != undisturbed.slow_hash:
+        raise DurabilityError(f"{snapshots.lost}, {ended}")
+    for path in list_snapshots(folder / "run"):
+        if (path / NAME).exists() and (reason := fault(path)):
+            raise DurabilityError(reason)
+    return "killed, and resumed" if is_killed else "slow"
 
 
 def resume(folder: Path, undisturbed: Undisturbed, reported: int) -> None:
@@ -281,8 +314,16 @@ def scalars(directory: Path) -> dict[int, Any]:
     return values
 
 
-def start(folder: Path, **environment: str) -> Ended:
-    """Run or resume in a new process, which is forked with torch imported."""
+def start(
+    folder: Path,
+    run: Callable[[Path], str] = train,
+    look: Callable[[int], object] = lambda _: None,
+    **environment: str,
+) -> Ended:
+    """Run or resume in a new process, which is forked with torch imported.
+
+    `look` is called with its process ID again and again.
+    """
     output = folder.with_suffix(".output")
     if not (pid := os.fork()):
         for name in ("CALLS_ROOT", "CALLS_LOG", "CALLS_FAULT"):
@@ -293,7 +334,7 @@ def start(folder: Path, **environment: str) -> Ended:
         os.dup2(printed, 2)
         ctypes.CDLL(None).calls_configure()
         try:
-            result = {"hash": train(folder)}
+            result = {"hash": run(folder)}
         except SamestepError as error:
             result = {"error": f"{type(error).__name__}: {error}"}
         except BaseException:  # noqa: BLE001
@@ -304,12 +345,15 @@ def start(folder: Path, **environment: str) -> Ended:
         sys.stderr.flush()
         os._exit(0)
     deadline = time.monotonic() + LIMIT_SECONDS
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        look(pid)
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return Ended("", f"it still ran after {LIMIT_SECONDS} s", output.read_text())
         time.sleep(0.002)
+    if ended[1]:
+        return Ended("", f"it ended with status {ended[1]}", output.read_text(), ended[1])
     result = json.loads(folder.with_suffix(".result").read_text())
     lines = output.read_text().splitlines()
     warnings = "\n".join(line for line in lines if not USUAL.match(line))

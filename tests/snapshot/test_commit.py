@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import samestep as ss
 from samestep.errors import SnapshotError
 from samestep.snapshot import check, list_snapshots
-from samestep.snapshot.commit import Retention, keep_newest
+from samestep.snapshot.commit import Retention, keep_newest, kept
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.read import fault, inspect, remove, step_of
 from tests.faults import cut, flip_byte
@@ -58,6 +58,32 @@ def test_the_snapshot_before_each_of_the_newest_three_alerts_stays(tmp_path):
                 keep_newest(tmp_path, "alert after step 6")
         assert steps_in(tmp_path) == [2, 4, 7, 8]
     assert (tmp_path / "step-00000007" / "keep.txt").read_text() == "alert after step 6\n"
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_snapshots_that_are_not_finite_displace_no_finite_one(tmp_path, first):
+    def state(step):
+        return {"model": torch.tensor([step, math.nan if step >= first else 0.0])}
+
+    with team(tmp_path, keep_last=2, keep_best=1) as (writers, _):
+        for step in range(1, 9):
+            save(writers, step, state(step), score=-abs(step - 2.0))
+            keep_newest(tmp_path, "alert")
+    # of each kind the two newest, and the best
+    assert steps_in(tmp_path) == ([2, 7, 8] if first == 1 else [2, 3, 4, 7, 8])
+
+
+def test_an_alert_keeps_a_finite_snapshot_if_there_is_one(tmp_path):
+    with team(tmp_path) as (writers, _):
+        for step in (1, 2, 3):
+            save(writers, step, {"model": torch.tensor([math.nan if step > 1 else 1.0])})
+        (tmp_path / "step-00000004").mkdir()  # of a save that has begun
+        keep_newest(tmp_path, "alert")
+        save(writers, 4, {"model": torch.tensor([math.inf])})
+    paths = reversed(list_snapshots(tmp_path))
+    assert [path.name for path in kept({path: inspect(path) for path in paths})] == [
+        "step-00000001"
+    ]
 
 
 def test_a_damaged_snapshot_is_not_counted(tmp_path):

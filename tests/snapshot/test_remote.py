@@ -14,7 +14,7 @@ from samestep.storage import StorageError
 from tests.faults import cut, flip_byte
 from tests.snapshot.exact import exact
 from tests.snapshot.faulty import HASTY, URL, failing
-from tests.snapshot.saving import save_once, small_state
+from tests.snapshot.saving import save, save_once, small_state, team
 
 FIRST, SECOND = "step-00000001", "step-00000002"
 
@@ -133,6 +133,19 @@ def test_a_step_that_was_saved_again_replaces_the_old_one(directory, remote, tmp
         path.name for path in (directory / FIRST).iterdir()
     }
     assert brought(remote, FIRST, tmp_path / "new")[0] == exact(small_state(7))
+
+
+def test_a_score_replaces_only_the_manifest_and_at_once(tmp_path, remote, far):
+    with team(tmp_path, 2) as (writers, _):
+        save(writers, 1, small_state(1))
+        remote.send(tmp_path / FIRST)
+        save(writers, 1, small_state(1), score=2.0)
+    far.calls.clear()
+    remote.send(tmp_path / FIRST)
+    changes = [(operation, path) for operation, path in far.calls if operation != "ls"]
+    assert [operation for operation, path in changes if path.endswith(NAME)][-1] == "pipe_file"
+    assert not any(operation in {"rm", "put_file"} for operation, _ in changes)
+    assert remote.inspect(FIRST).score == 2.0
 
 
 def test_one_of_two_concurrent_uploads_of_a_step_wins_completely(far, tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import shutil
@@ -20,6 +21,7 @@ from samestep.snapshot import SnapshotWriter, check, list_snapshots, load, part
 from samestep.snapshot.commit import CommitProtocol
 from samestep.snapshot.manifest import NAME
 from samestep.step.layout import flattened
+from samestep.storage import write_atomically
 from tests.faults import full_disk
 from tests.snapshot.exact import exact, states, tensors
 from tests.snapshot.saving import (
@@ -275,11 +277,118 @@ def test_files_outside_of_the_manifest_are_removed(tmp_path):
     assert exact(load(directory).state) == exact(small_state(2))
 
 
-def test_a_step_may_be_saved_twice(tmp_path):
+def test_what_is_not_of_a_save_stays(tmp_path):
+    directory = tmp_path / "step-00000001"
+    save_once(tmp_path, 1, small_state(1))
+    others = ["notes.txt", "keep.txt", ".keep.txt.7.tmp", "tensors.txt"]
+    for name in others:
+        (directory / name).write_text("of a user, or of another thread")
+    save_once(tmp_path, 1, small_state(2), attempt="second")
+    assert {*others} < {*names_in(directory)}
+
+
+@given(
+    workers=st.integers(1, 3),
+    saves=st.lists(st.tuples(st.integers(1, 3), st.none() | st.integers(0, 2)), min_size=2),
+)
+@settings(max_examples=20)
+def test_a_step_saved_again_writes_only_the_data_that_changed(tmp_path_factory, workers, saves):
+    directory, data = tmp_path_factory.mktemp("run"), {}
+    with team(directory, workers) as (writers, _):
+        for value, score in saves:
+            save(writers, 1, small_state(value), score=score)
+            path = directory / "step-00000001"
+            check(path)
+            snapshot = load(path)
+            assert (exact(snapshot.state), snapshot.score) == (exact(small_state(value)), score)
+            files = {file.name: file.stat().st_ino for file in path.glob("tensors-*")}
+            if data.get("value") == value:
+                assert files == data["files"]
+            else:
+                assert len(files) == workers
+            data = {"value": value, "files": files}
+            assert {*names_in(path)} == {NAME, *files}
+
+
+def test_leftovers_are_removed_before_any_worker_may_save_again(tmp_path, monkeypatch):
+    removed, unlink = [], os.unlink
+
+    def record(path, **options):
+        removed.append(Path(path).name)
+        unlink(path, **options)
+
+    with team(tmp_path, 3) as (writers, _):
+        save(writers, 1, {"model": torch.zeros(1000)})
+        monkeypatch.setattr(os, "unlink", record)
+        save(writers, 1, {"model": torch.ones(1000)}, score=1.0)
+    kinds = [name.partition("-")[0] for name in removed if not name.startswith(".")]
+    assert kinds == ["tensors"] * 3 + ["part"] * 3
+
+
+def test_a_part_that_is_gone_does_not_show_that_the_save_was_committed(tmp_path):
+    save_once(tmp_path, 1, small_state(1))  # of which the manifest stays
+    with team(tmp_path, 2, attempt="second") as ((_, writer), _):
+        writer.save(1, small_state(2), {}, NO_INFO)
+        part = tmp_path / "step-00000001" / "part-second.1-1.json"
+        while not part.exists():
+            writer.raise_if_failed()
+        part.unlink()
+        with pytest.raises(SnapshotError, match="worker 1: its files were removed"):
+            writer.wait()
+
+
+@pytest.mark.parametrize("loss", ["removed", "cut", "replaced by a folder"])
+def test_files_are_looked_at_before_a_manifest_replaces_another(tmp_path, monkeypatch, loss):
+    receive = CommitProtocol.receive_parts
+
+    def lose(protocol):
+        parts = receive(protocol)
+        path = protocol.data_path(1)
+        if loss == "cut":
+            os.truncate(path, 10)
+        else:
+            path.unlink()
+        if loss == "replaced by a folder":
+            path.mkdir()
+        return parts
+
     with team(tmp_path, 2) as (writers, _):
         save(writers, 1, small_state(1))
-        save(writers, 1, small_state(2), score=1.0)
-    assert exact(load(tmp_path / "step-00000001").state) == exact(small_state(2))
+        monkeypatch.setattr(CommitProtocol, "receive_parts", lose)
+        for writer in writers:
+            writer.save(1, small_state(2), {}, NO_INFO)
+        for writer in writers:
+            with pytest.raises(SnapshotError, match=r"worker 0: .*newest .* step-00000001"):
+                writer.wait()
+    assert exact(load(tmp_path / "step-00000001").state) == exact(small_state(1))
+
+
+def test_data_of_a_part_that_rank_0_may_see_is_left_to_it(tmp_path, monkeypatch):
+    sent = write_atomically
+
+    def fail_after(path, data):
+        sent(path, data)
+        if path.name.startswith("part"):
+            raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr("samestep.snapshot.commit.write_atomically", fail_after)
+    with team(tmp_path, 2) as ((_, writer), _):
+        writer.save(1, small_state(1), {}, NO_INFO)
+        with pytest.raises(SnapshotError, match="injected"):
+            writer.wait()
+        names = {name.partition("-")[0] for name in names_in(tmp_path / "step-00000001")}
+        assert names == {"tensors", "part", "failed"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_snapshot_says_which_tensors_are_not_finite(tmp_path, dtype, value):
+    tensor = torch.full((300,), torch.finfo(dtype).max, dtype=dtype)  # the sum overflows
+    for step, last in enumerate((1.0, value)):
+        tensor[-1] = last
+        save_once(tmp_path, step, {"model": {"weight": tensor, "bias": torch.ones(2)}}, 2)
+    assert "nonfinite" not in load(tmp_path / "step-00000000").info
+    assert load(tmp_path / "step-00000001").info["nonfinite"] == ["model/weight"]
 
 
 def test_memory_is_allocated_before_the_first_save_and_reused(tmp_path):
@@ -530,7 +639,7 @@ def test_an_error_after_the_commit_leaves_the_snapshot(tmp_path, monkeypatch):
         assert (path / "step-00000001" / NAME).exists()
         raise OSError(errno.EIO, "injected")
 
-    monkeypatch.setattr("samestep.snapshot.write.sync", fail)
+    monkeypatch.setattr("samestep.snapshot.commit.sync", fail)
     with team(tmp_path, workers=2) as ((first, second), _):
         for rank, writer in enumerate((first, second)):
             writer.save(1, small_state(1), {"own": {rank: torch.ones(3)}}, NO_INFO)

@@ -3,18 +3,24 @@
 The workers of a snapshot communicate only through files in its directory.
 
 Every worker writes tensors-<attempt>-<rank>-of-<workers>.safetensors, then
-part-<attempt>-<rank>.json. Rank 0 waits for all parts and writes manifest.json, which commits the
-snapshot; then it removes the parts. The other ranks wait until their parts are gone.
+part-<attempt>-<rank>.json. Rank 0 waits for all parts, looks at the files that they name, and
+writes manifest.json, which commits the snapshot. It removes what earlier attempts left, and the
+parts last: once its part is gone and the manifest has its attempt, a worker may begin the next
+save, perhaps in the same directory.
 
 A worker that cannot write its part writes failed-<attempt>-<rank>.txt instead. Rank 0 writes one
 whenever it cannot commit. After a worker wrote its part, it leaves its files to rank 0 unless
 rank 0 failed.
+
+A step may be saved again, such as with a score. A worker whose data has not changed writes no file
+then: its part names the earlier one.
 """
 
 from __future__ import annotations
 
 import errno
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +34,12 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.snapshot.manifest import NAME, Manifest, StoredPiece, TensorSpec
+from samestep.snapshot.files import opened_size
+from samestep.snapshot.manifest import NAME, Manifest, StoredPiece, TensorSpec, attempt_of
 from samestep.snapshot.part import Part
 from samestep.snapshot.read import check, inspect, list_snapshots, remove, step_of
 from samestep.snapshot.state import merge
-from samestep.storage import read_regular, write_atomically
+from samestep.storage import read_regular, sync, write_atomically
 
 # Files are polled, since a shared file system tells nobody about changes. The first polls are
 # frequent because small snapshots are complete within milliseconds.
@@ -40,9 +47,12 @@ FIRST_DELAY_SECONDS: Final = 0.005
 LONGEST_DELAY_SECONDS: Final = 0.25
 # errors of a damaged snapshot; with others the file system fails, perhaps only now
 DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
+# files of any save, and of one that was killed while it wrote one; others are not ours to remove
+SAVED: Final = re.compile(r"(tensors|part|failed)-.+|\.(part|failed|manifest)\b.+\.tmp")
 KEEP: Final = "keep.txt"  # in a snapshot that is kept, with the reason
 MOST_KEPT: Final = 3  # so that alerts do not fill the disk
 LARGEST_REASON: Final = 2**12  # bytes
+MOST_NONFINITE: Final = 8  # names of tensors in a manifest
 
 
 class PeerFailedError(SnapshotError):
@@ -94,16 +104,24 @@ class CommitProtocol:
         return [Part.from_bytes(path.read_bytes()) for path in paths]
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, then remove all files that it does not name."""
+        """Write the manifest, remove what earlier saves of this step left, then all parts.
+
+        Raises `SnapshotError` if a file that the manifest names is missing or has another size.
+        """
+        manifest.check_sizes(lambda name: opened_size(self.directory / name))
         write_atomically(self.directory / NAME, manifest.to_bytes())
-        for rank in range(self.workers):
-            self._part_path(rank).unlink()  # tells that worker that its save is complete
-        # others are left from a killed attempt; they only take space, so errors do not matter
-        named = {NAME, KEEP, *(file.name for file in manifest.files)}
-        for path in self.directory.iterdir():
-            if path.name not in named:
-                with suppress(OSError):
-                    path.unlink()
+        sync(self.directory.parent)  # the name of a new snapshot
+        parts = [self._part_path(rank) for rank in range(self.workers)]
+        needed = {file.name for file in manifest.files} | {path.name for path in parts}
+        # They only take space, so errors do not matter. No worker writes here before its part is
+        # gone.
+        with suppress(OSError):
+            for path in self.directory.iterdir():
+                if path.name not in needed and SAVED.fullmatch(path.name):
+                    with suppress(OSError):
+                        path.unlink()
+        for path in parts:
+            path.unlink()  # tells that worker that its save is complete
 
     def wait_for_commit(self) -> None:
         """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""
@@ -114,7 +132,7 @@ class CommitProtocol:
             if self._failed_path(0).exists():
                 self._discard([self.rank])  # also if rank 0 was killed before it did
                 raise self._failure(0)
-            if not (is_pending or (self.directory / NAME).exists()):
+            if not (is_pending or attempt_of(self.directory / NAME) == self.attempt):
                 raise SnapshotError("its files were removed")
             return "worker 0 did not write the manifest" if is_pending else ""
 
@@ -132,7 +150,9 @@ class CommitProtocol:
                 with suppress(OSError):
                     self._part_path(rank).unlink(missing_ok=True)
             return
-        self._discard([self.rank])  # first, to make room on a full disk
+        # First, to make room on a full disk. But rank 0 may already commit a part that it sees.
+        if self.rank == 0 or not self._part_path(self.rank).exists():
+            self._discard([self.rank])
         path = self._failed_path(self.rank)
         try:
             write_atomically(path, str(failure).encode())
@@ -160,12 +180,9 @@ class CommitProtocol:
     def _is_committed(self) -> bool:
         """Return whether the manifest names this save's files."""
         try:
-            manifest = Manifest.from_bytes((self.directory / NAME).read_bytes())
-        except FileNotFoundError:
-            return False
-        except (OSError, SnapshotError):  # better extra files than a manifest without its data
+            return attempt_of(self.directory / NAME) == self.attempt  # not an earlier save's
+        except OSError:  # better extra files than a manifest without its data
             return self.rank == 0
-        return manifest.attempt == self.attempt  # otherwise an earlier save of this step
 
     def _discard(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -189,9 +206,12 @@ def combine(
 ) -> Manifest:
     """Combine the parts of all workers, by rank, into a manifest.
 
+    Its `info` also names tensors that are not finite, if there are any.
+
     Raises `SnapshotError` if workers differ in values that must be equal, or a tensor is
     incomplete.
     """
+    nonfinite = sorted({name for part in parts for name in part.nonfinite})[:MOST_NONFINITE]
     return Manifest(
         step=step,
         attempt=attempt,
@@ -199,7 +219,7 @@ def combine(
         workers=len(parts),
         torch=str(torch.__version__),
         score=score,
-        info=info,
+        info={**info, "nonfinite": nonfinite} if nonfinite else info,
         state=reduce(merge, (part.state for part in parts)),
         specs=_specs(parts),
         pieces=_pieces(parts),
@@ -240,22 +260,41 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[StoredPiece, ...]]:
 
 
 def keep_newest(directory: Path, reason: str) -> None:
-    """Mark the newest complete snapshot, and newer ones that are being written, as kept."""
+    """Mark the newest complete snapshot, and newer ones that are being written, as kept.
+
+    One that is not finite is marked only if none is.
+    """
+    complete: dict[Path, Manifest] = {}
     for path in reversed(list_snapshots(directory)):
-        with suppress(OSError):  # an alert does not end a run
-            write_atomically(path / KEEP, f"{reason}\n".encode())
         if (path / NAME).exists():
-            return
+            with suppress(SnapshotError):
+                complete[path] = inspect(path)
+        else:
+            _mark(path, reason)
+        if path in complete and not complete[path].nonfinite:
+            break
+    if complete:
+        _mark(min(complete, key=lambda path: bool(complete[path].nonfinite)), reason)
 
 
-def kept(paths: Iterable[Path]) -> set[Path]:
-    """Return the first snapshot that is kept for a reason, for the first `MOST_KEPT` reasons."""
+def _mark(path: Path, reason: str) -> None:
+    with suppress(OSError):  # an alert does not end a run
+        write_atomically(path / KEEP, f"{reason}\n".encode())
+
+
+def kept(manifests: Mapping[Path, Manifest]) -> set[Path]:
+    """Return the newest snapshot that is kept for a reason, for the newest `MOST_KEPT` reasons.
+
+    `manifests` are those of a directory, the newest first. One that is not finite stays only if no
+    other one is kept for the same reason.
+    """
     by_reason: dict[bytes, Path] = {}
-    for path in paths:
+    for path, manifest in manifests.items():
         with suppress(OSError):  # most are not marked
             reason = read_regular(path / KEEP, LARGEST_REASON)
-            if (path / NAME).exists():
-                by_reason.setdefault(reason, path)
+            other = by_reason.setdefault(reason, path)
+            if manifests[other].nonfinite and not manifest.nonfinite:
+                by_reason[reason] = path
     return set(islice(by_reason.values(), MOST_KEPT))
 
 
@@ -287,51 +326,66 @@ class Retention:
         # newest first
         candidates = [path for path in reversed(steps) if steps[path] <= steps[written]]
         # only the sizes of files are compared here; `choose` then reads those that may stay
-        scores = {path: inspect(path).score for path in candidates if self._is_valid(path, inspect)}
-        staying, horizon = choose(scores, self._keep_last, self._keep_best, self._is_complete)
+        examined = {path: self._valid(path, inspect) for path in candidates}
+        manifests = {path: manifest for path, manifest in examined.items() if manifest is not None}
+        staying, is_old = choose(manifests, self._keep_last, self._keep_best, self._is_complete)
         # What cannot be read now may be all that is left to resume from later.
-        staying |= {written, *self._unreadable, *kept(candidates)}
+        staying |= {written, *self._unreadable, *kept(manifests)}
         old = [path for path in candidates if path not in staying]
-        removed = [path for path in old if steps[path] < horizon or not (path / NAME).exists()]
+        removed = [path for path in old if is_old(path) or not (path / NAME).exists()]
         for path in removed:
             remove(path)
         return removed
 
     def _is_complete(self, path: Path) -> bool:
-        if path not in self._checked and self._is_valid(path, check):  # reads every byte
+        if path not in self._checked and self._valid(path, check) is not None:  # reads every byte
             self._checked.add(path)
         return path in self._checked
 
-    def _is_valid(self, path: Path, examine: Callable[[Path], Manifest]) -> bool:
+    def _valid(self, path: Path, examine: Callable[[Path], Manifest]) -> Manifest | None:
         try:
-            examine(path)
+            return examine(path)
         except SnapshotError as error:
             cause = error.__cause__
             # Input/output errors and lost connections say nothing about the snapshot.
             if isinstance(cause, OSError) and cause.errno not in DAMAGE:
                 self._unreadable.add(path)
-            return False
-        return True
+            return None
 
 
 def choose(
-    scores: Mapping[Path, float | None],
+    manifests: Mapping[Path, Manifest],
     keep_last: int,
     keep_best: int,
     is_complete: Callable[[Path], bool] = lambda _: True,
-) -> tuple[set[Path], int]:
-    """Return which snapshots stay, and the step before which all others may be removed.
+) -> tuple[set[Path], Callable[[Path], bool]]:
+    """Return which snapshots stay, and whether another one is so old that it may be removed.
 
-    `scores` has the snapshots that seem complete; `is_complete` is called until enough are found.
-    Of equal scores, the earliest is the best.
+    `manifests` are those of snapshots that seem complete; `is_complete` is called until enough are
+    found. Of equal scores, the earliest is the best. Snapshots that are not finite are counted by
+    themselves, so that they never take the place of a finite one.
     """
-    steps = {path: step_of(path) or 0 for path in scores}
-    by_step = sorted(steps, key=steps.__getitem__, reverse=True)
-    by_score = rank_scores(scores)
-    newest = list(islice(filter(is_complete, by_step), keep_last))
-    best = islice(filter(is_complete, by_score), keep_best)
-    # with too few complete ones, no age is old enough for the others to be removed
-    return {*newest, *best}, steps[newest[-1]] if len(newest) == keep_last else 0
+    staying: set[Path] = set()
+    horizons = {}  # with too few complete ones, no age is old enough for the others to be removed
+    for nonfinite in (False, True):
+        scores = {
+            path: manifest.score
+            for path, manifest in manifests.items()
+            if bool(manifest.nonfinite) == nonfinite
+        }
+        by_step = sorted(scores, key=_step, reverse=True)
+        newest = list(islice(filter(is_complete, by_step), keep_last))
+        staying.update(newest, islice(filter(is_complete, rank_scores(scores)), keep_best))
+        horizons[nonfinite] = _step(newest[-1]) if len(newest) == keep_last else 0
+
+    def is_old(path: Path) -> bool:
+        return _step(path) < horizons[path in manifests and bool(manifests[path].nonfinite)]
+
+    return staying, is_old
+
+
+def _step(path: Path) -> int:
+    return step_of(path) or 0
 
 
 def rank_scores(scores: Mapping[Path, float | None]) -> list[Path]:

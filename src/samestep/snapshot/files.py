@@ -60,6 +60,12 @@ class DataFile:
             start = number * self.segment_bytes
             yield start, min(start + self.segment_bytes, self.size), expected
 
+    def holds(self, data: memoryview) -> bool:
+        """Return whether the file was written with these bytes."""
+        return self.size == len(data) and all(
+            checksum(data[start:stop]) == expected for start, stop, expected in self.segments()
+        )
+
     def to_json(self) -> list[Any]:
         """Return the description as JSON; `from_json` is the inverse."""
         return [self.name, self.size, self.segment_bytes, list(self.checksums)]
@@ -92,6 +98,18 @@ def file_size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return status.st_size
+
+
+def opened_size(path: Path) -> int:
+    """Return the bytes of a file as `file_size` does, but ask a file server rather than its cache.
+
+    What another host has just written is certain only for a file that is opened.
+    """
+    descriptor = open_regular(path)
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def checksum(data: bytes | memoryview) -> str:

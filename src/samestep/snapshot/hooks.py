@@ -219,11 +219,10 @@ class Mirror(Hook):
             for path, manifest in {**remote, **local}.items()
             if manifest.step <= newest
         }
-        scores = {path: manifest.score for path, manifest in history.items()}
         # The best ones may be remote only, since the directory keeps its own selection.
-        staying, horizon = choose(scores, self._keep_last, self._keep_best)
+        staying, is_old = choose(history, self._keep_last, self._keep_best)
         newest_first = sorted(local, key=lambda path: local[path].step, reverse=True)
-        marked = kept(self._directory / path for path in newest_first)
+        marked = kept({self._directory / path: local[path] for path in newest_first})
         staying |= {Path(path.name) for path in marked}
         # The newest first: it is the one that a run on another host would resume from.
         for path in sorted(staying & local.keys(), key=lambda path: local[path].step, reverse=True):
@@ -234,7 +233,7 @@ class Mirror(Hook):
         for path in map(Path, names):
             step = step_of(path) or 0
             if path not in staying and (
-                step < horizon or (step < newest and not self._remote.has_manifest(path.name))
+                is_old(path) or (step < newest and not self._remote.has_manifest(path.name))
             ):
                 self._remote.remove(path.name)
                 self._report("snapshot_removed", path=f"{self._remote.url}/{path}")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ FORMAT: Final = 2  # it grows when older versions of samestep can no longer read
 NAME: Final = "manifest.json"  # a directory without it is not a snapshot
 LARGEST_BYTES: Final = 2**28  # readers load it completely
 MOST_DIMS: Final = 64
+LARGEST_ATTEMPT: Final = 2**12  # bytes, with its key
+_BEGINNING: Final = re.compile(rb'\{"attempt":"([A-Za-z0-9._-]+)",')
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,12 @@ class Manifest:
     def size(self) -> int:
         """The bytes of all data files."""
         return sum(file.size for file in self.files)
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """The names of some tensors with infinities or NaNs, empty if there are none."""
+        names = self.info.get("nonfinite")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json. Raises `SnapshotError` if invalid or too large."""
@@ -190,6 +200,17 @@ class Manifest:
             if (size := size_of(file.name)) != file.size:
                 actual = "no file" if size is None else size
                 raise SnapshotError(f"{file.name} must have {file.size} bytes, got {actual}")
+
+
+def attempt_of(path: Path) -> str | None:
+    """Return the attempt in a manifest, without reading all of it; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            # canonical JSON is sorted, so it begins with the attempt
+            match = _BEGINNING.match(file.read(LARGEST_ATTEMPT))
+    except FileNotFoundError:
+        return None
+    return match[1].decode() if match else None
 
 
 def tiling_fault(ranges: Iterable[tuple[int, int]], elements: int) -> str | None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from mmap import PAGESIZE
@@ -30,6 +30,12 @@ _DTYPE_NAMES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+# Others have neither infinities nor NaNs, or no kernel that finds them.
+_SUMMED: Final = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128
 }  # fmt: skip
 
 
@@ -101,13 +107,15 @@ class Part:
     """The description of what one worker wrote, for the worker that commits the snapshot.
 
     Each piece is (tensor, start, stop, offset in the file, checksum or None). Only pieces that
-    other workers may also have written have a checksum.
+    other workers may also have written have a checksum. `nonfinite` names the tensors whose pieces
+    have infinities or NaNs.
     """
 
     state: Plain
     specs: Mapping[str, TensorSpec]
     pieces: Sequence[tuple[str, int, int, int, str | None]]
     file: DataFile
+    nonfinite: Sequence[str] = ()
 
     def to_bytes(self) -> bytes:
         """Return the content of a part file."""
@@ -117,6 +125,7 @@ class Part:
                 "specs": {name: spec.to_json() for name, spec in self.specs.items()},
                 "pieces": [list(piece) for piece in self.pieces],
                 "file": self.file.to_json(),
+                "nonfinite": list(self.nonfinite),
             }
         ).encode()
 
@@ -129,6 +138,7 @@ class Part:
             specs={name: TensorSpec.from_json(spec) for name, spec in body["specs"].items()},
             pieces=[tuple(piece) for piece in body["pieces"]],
             file=DataFile.from_json(body["file"]),
+            nonfinite=body["nonfinite"],
         )
 
 
@@ -299,10 +309,21 @@ class StagingBuffer:
 
 
 def write_part(
-    path: Path, contribution: Contribution, data: memoryview, before_segment: Callable[[], None]
+    path: Path,
+    contribution: Contribution,
+    data: memoryview,
+    before_segment: Callable[[], None],
+    earlier: DataFile | None = None,
 ) -> Part:
-    """Write the data file durably and return its description; `before_segment` may raise."""
-    checksums = write_durably(path, data, SEGMENT_BYTES, before_segment)
+    """Write the data file durably and return its description; `before_segment` may raise.
+
+    If an `earlier` file beside it has the same data, that one is described instead.
+    """
+    if earlier is not None and earlier.holds(data) and path.with_name(earlier.name).exists():
+        file = earlier
+    else:
+        checksums = write_durably(path, data, SEGMENT_BYTES, before_segment)
+        file = DataFile(path.name, len(data), SEGMENT_BYTES, checksums)
     # Checksums of segments cannot be compared: segments differ between the workers' files.
     digests = [
         checksum(data[start:stop]) if piece.repeated else None
@@ -310,7 +331,26 @@ def write_part(
             contribution.pieces, contribution.ranges(len(data)), strict=True
         )
     ]
-    return describe(contribution, digests, DataFile(path.name, len(data), SEGMENT_BYTES, checksums))
+    return replace(describe(contribution, digests, file), nonfinite=_nonfinite(contribution, data))
+
+
+def _nonfinite(contribution: Contribution, data: memoryview) -> list[str]:
+    """Return the names of tensors that have infinities or NaNs in the pieces of a data file."""
+    return [
+        piece.tensor
+        for piece, (start, _) in zip(
+            contribution.pieces, contribution.ranges(len(data)), strict=True
+        )
+        if piece.dtype in _SUMMED
+        and not _is_finite(
+            torch.frombuffer(data, dtype=piece.dtype, count=piece.stop - piece.start, offset=start)
+        )
+    ]
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    # the sum takes no memory; that of finite values may overflow
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def describe(contribution: Contribution, digests: Sequence[str | None], file: DataFile) -> Part:

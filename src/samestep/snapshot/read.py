@@ -62,7 +62,8 @@ class Snapshot:
         step (int): Number of completed steps.
         info (Mapping[str, Any]): What the run recorded about itself: `lanes`, `seed`, `workers`,
             `epoch`, `environment` (versions, threads and devices) and `run` (its `id`, `dir` and
-            `script`).
+            `script`); in `nonfinite` the names of tensors with infinities or NaNs, if there are
+            any.
         score (float | None): The score that `run.snapshot` got.
         state (dict[str, Any]): What `load_state_dict` accepts, for each tracked object by the name
             that `run.track` got, and for the run itself as `run`. Tensors are on the CPU.

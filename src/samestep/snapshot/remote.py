@@ -92,12 +92,11 @@ class RemoteDirectory:
                 self.storage.send(path / file.name, f"{path.name}/{file.name}")
                 sent += file.size
         data = manifest.to_bytes()
-        # All data is there, so the manifest may follow. An old one is removed first, because
-        # `create` replaces no file.
+        # All data is there, so the manifest may follow. It replaces that of an earlier save of this
+        # step at once: until then, that one is complete.
         if sizes.get(NAME) != len(data) or self._manifest_bytes(path.name, sizes) != data:
-            if NAME in sizes:
-                self.storage.remove(f"{path.name}/{NAME}")
-            self.storage.create(f"{path.name}/{NAME}", data)
+            put = self.storage.write if NAME in sizes else self.storage.create
+            put(f"{path.name}/{NAME}", data)
             sent += len(data)
         # left by an earlier save of this step
         for name in sizes.keys() - {NAME, *(file.name for file in manifest.files)}:

@@ -18,6 +18,7 @@ import torch
 
 from samestep.errors import SamestepError, SnapshotError
 from samestep.snapshot.commit import CommitProtocol, PeerFailedError, Retention, combine
+from samestep.snapshot.files import DataFile
 from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.part import (
     Contribution,
@@ -29,7 +30,7 @@ from samestep.snapshot.part import (
 )
 from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
 from samestep.snapshot.state import States, copy_plain
-from samestep.storage import make_folder, sync
+from samestep.storage import make_folder
 
 Event = tuple[str, dict[str, Any]]  # its kind and fields
 
@@ -83,6 +84,8 @@ class SnapshotWriter:
         self._staging = StagingBuffer()
         self._preparation: threading.Thread | None = None  # allocates the buffer
         self._saves = 0
+        # this worker's data file of the last snapshot, for another save of its step
+        self._committed: dict[Path, DataFile] = {}
         self._pending: Future[list[Event]] | None = None  # the commit of the last save
         self._thread: threading.Thread | None = None  # writes the last save, then tidies up
         self._tidied: deque[Event] = deque()  # removals, reported by the caller's thread
@@ -213,12 +216,13 @@ class SnapshotWriter:
             # then the manifest that names all data
             make_folder(directory, parents=True)
             path = protocol.data_path(self._rank)
-            protocol.send_part(write_part(path, contribution, data, protocol.raise_if_given_up))
+            earlier = self._committed.get(directory)
+            part = write_part(path, contribution, data, protocol.raise_if_given_up, earlier)
+            protocol.send_part(part)
             if self._rank == 0:
                 manifest = merge(protocol.receive_parts())
                 self._before_commit()
                 protocol.commit(manifest)
-                sync(self._directory)  # the name of a new snapshot
         except Exception as error:
             failure = self._failure(directory, error)
             protocol.report_failure(failure)
@@ -229,6 +233,8 @@ class SnapshotWriter:
                 protocol.wait_for_commit()
             except Exception as error:
                 raise self._failure(directory, error) from error
+        self._committed = {directory: part.file}
+        if self._rank > 0:
             return []
         event |= {"bytes": manifest.size, "seconds": time.perf_counter() - started}
         self._on_commit(directory)  # hooks have their own threads

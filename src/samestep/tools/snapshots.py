@@ -122,7 +122,10 @@ def _list(snapshots: LocalSnapshots | RemoteSnapshots) -> int:
             continue
         age, nbytes = _age(time.time() - manifest.created), format_bytes(manifest.size)
         score = "" if manifest.score is None else f"{manifest.score:.6g}"
-        print(f"{name:<16} {age:>8} {nbytes:>10} {manifest.workers:>7} {score:>10}  complete")
+        state = "complete"
+        if manifest.nonfinite:
+            state += printable(f", {manifest.nonfinite[0]} has infinities or NaNs")
+        print(f"{name:<16} {age:>8} {nbytes:>10} {manifest.workers:>7} {score:>10}  {state}")
     return 0
 
 
