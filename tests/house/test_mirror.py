@@ -12,6 +12,8 @@ PACKAGE = TESTS.parent / "src" / "samestep"
 ELSEWHERE = {
     "step/across_hosts.py": "step/test_exchange.py",
     "step/flat_buffer.py": "step/test_shard.py",
+    "data/lane_body.py": "run/test_lane_body.py",
+    "data/lane_flow.py": "run/test_lane_body.py",
     "data/lane_loop.py": "run/test_lane_loop.py",
     "data/orders.py": "data/test_plan.py",
     "cluster/network.py": "cluster/test_interfaces.py",

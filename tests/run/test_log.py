@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +97,11 @@ def test_run_logs_several_means_per_step_and_values_between_steps(tmp_path):
         ({}, {"a": "x"}, "a number for 'a', got str 'x'"),
         ({"rate": None}, {}, "a number for 'rate', got NoneType None"),
         ({}, {"inner": {"a": torch.zeros(2)}}, r"for 'inner/a', got Tensor of shape \(2,\)"),
+        ({}, {"a": 10**400}, "'a' that fits into a float, at most 1.8e\\+308, got a larger int"),
+        ({}, {"a": Fraction(10**5000)}, "got a larger Fraction"),
+        ({}, {"a": Decimal("-1e400")}, "got a larger Decimal"),
+        ({}, {"a": np.complex64(1j)}, "a number for 'a', got complex64"),
+        ({}, {"a": np.ones((1, 2))}, r"got ndarray of shape \(1, 2\)"),
         ("loss", {}, "a number without a name, got str 'loss'"),
     ],
 )
@@ -101,3 +110,13 @@ def test_a_value_that_is_not_a_number_is_named(means, others, words):
         scalars_of(means, others)
     with ss.init() as run, pytest.raises(RecordError, match=words):
         run.log(means, **others)
+
+
+def test_numbers_of_any_kind_are_logged():
+    numbers = {"fraction": Fraction(1, 4), "decimal": Decimal("0.25"), "text": "0.25"}
+    numbers |= {"item": np.float16(0.25), "array": np.array([0.25]), "tensor": torch.tensor([0.25])}
+    assert set(scalars_of(numbers, {})[0].values()) == {0.25}
+    assert scalars_of({"a": float("-inf"), "b": np.float32("inf")}, {})[0] == {
+        "a": float("-inf"),
+        "b": float("inf"),
+    }

@@ -668,6 +668,52 @@ def test_what_changed_in_the_program_is_said_at_a_resume(tmp_path):
     assert "file part.py" in event["differences"]
 
 
+LATE = """
+import importlib
+import torch
+import samestep as ss
+
+class Data:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        import samples
+        return samples.SAMPLE
+
+def loss_of(model, x):
+    import late
+    plugin = importlib.import_module("plugins.one")
+    return late.FACTOR * plugin.FACTOR * model(x.float()[:, None]).mean()
+
+with ss.init(dir="run") as run:
+    model = run.replicate(torch.nn.Linear(1, 1))
+    run.track(model=model)
+    for batch in run.batches(Data(), 1, steps=8):
+        run.backward(loss_of, model, batch)
+"""
+
+
+def test_modules_that_are_imported_while_a_run_trains_are_compared(tmp_path):
+    run = script_in(tmp_path)
+    (tmp_path / "train.py").write_text(LATE)
+    (tmp_path / "plugins").mkdir()
+    files = ["late.py", "plugins/one.py", "samples.py"]
+    for name in files:
+        (tmp_path / name).write_text("FACTOR = SAMPLE = 1.0")
+    run("--stop-after", "3", "train.py", check=True)
+    stopped = run("--stop-after", "1", "--resume-strict", "true", "train.py", check=True).stdout
+    assert "resumed" in stopped
+    (tmp_path / "late.py").unlink()
+    for name in files[1:]:
+        (tmp_path / name).write_text("FACTOR = SAMPLE = 2.0")
+    strict = run("--resume-strict", "true", "train.py")
+    assert strict.returncode == 2
+    found = re.findall(r"  file (\S+): \w{12} -> (no file|\w{12})", strict.stdout)
+    assert [name for name, _ in found] == files
+    assert found[0][1] == "no file"
+
+
 def test_a_program_that_is_edited_before_workers_are_replaced_is_noticed(tmp_path):
     run = script_in(tmp_path, KILL)
     (tmp_path / "edit").touch()

@@ -43,7 +43,8 @@ def test_a_run_and_its_resume_write_no_secret(tmp_path):
     script.write_text(SCRIPT)
     flags = ["--dir", run, "--sinks", f"file://{sent}?token={HIDDEN}"]
     command = ["-m", "samestep", "run", *flags, script, f"--password={HIDDEN}"]
-    words = [*map(str, command), "--token", HIDDEN]
+    words = [*map(str, command), f"db={{pwd: {HIDDEN}}}", f"dsn=Server=h;Password={HIDDEN}"]
+    words += ["-p", HIDDEN, "--token", HIDDEN]
     run_python(*words, check=True)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert events[0]["settings"] == {
@@ -52,7 +53,9 @@ def test_a_run_and_its_resume_write_no_secret(tmp_path):
         "api_key": "***",
         "data": {"url": "https://***@h/x"},
     }
-    assert events[0]["command"].endswith("'--password=***' --token '***'")
+    assert events[0]["command"].endswith(
+        "'--password=***' 'db={pwd: ***}' 'dsn=Server=h;Password=***' -p '***' --token '***'"
+    )
     assert events[0]["config"]["sinks"] == [f"file://{sent}?token=***"]
     resumed = run_python(*words, "fail")
     assert resumed.returncode == 1

@@ -411,7 +411,7 @@ def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
             event=lambda kind, **fields: events.append((kind, fields)),
         )
         manager = SnapshotManager(
-            merge({}, {}), Alone(), record, "a", {}, None, snapshots, tracked=Tracked(None)
+            merge({}, {}), Alone(), record, "a", dict, None, snapshots, tracked=Tracked(None)
         )
         manager.tracked.add("model", torch.nn.Linear(2, 2), None)
         manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))

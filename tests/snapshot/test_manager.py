@@ -32,7 +32,7 @@ def test_memory_is_allocated_once_the_optimizer_has_its_state(
         closing(open_record(tmp_path, writes=True)) as record,
         closing(
             SnapshotManager(
-                config, Alone(), record, "a", {}, None, in_memory, tracked=Tracked(None)
+                config, Alone(), record, "a", dict, None, in_memory, tracked=Tracked(None)
             )
         ) as manager,
     ):

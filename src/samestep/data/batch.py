@@ -20,7 +20,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from samestep.data.generators import ForeignGenerators
-from samestep.data.lane_loop import LaneLoop, carried_names
+from samestep.data.lane_loop import LaneLoop
 from samestep.data.nested import mapped, parts_of
 from samestep.data.origin import Origin
 from samestep.data.plan import check_end
@@ -132,8 +132,7 @@ class Batch:
         frame = sys._getframe(1)  # noqa: SLF001 (there is no public way)
         options = {"count": count, "reduction": reduction, "embed": embed}
         steps, is_shared = self._begin(self, modules, variables=_variables(frame), **options)
-        carried = carried_names(frame) if is_shared else frozenset[str]()
-        loop = LaneLoop(steps, self._end_lanes, frame.f_code, carried)
+        loop = LaneLoop(steps, self._end_lanes, is_shared=is_shared)
         self._loop = ref(loop)
         return loop
 

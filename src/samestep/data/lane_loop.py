@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import dis
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from numbers import Number
-from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torch import Tensor
-
+from samestep.data.lane_body import Body, Variables, bodies_of, values_of
 from samestep.errors import LossError
 
 Value = TypeVar("Value")
-# Python joins some of these instructions into one, with a tuple of names
-ACCESS: Final = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
-# what ends the search for a loop: the iterator is stored or dropped, or the code branches
-ELSEWHERE: Final = ("STORE_", "POP_TOP", "POP_JUMP", "JUMP", "RETURN", "YIELD")
-_carried: dict[tuple[int, int], tuple[CodeType, frozenset[str]]] = {}  # by code's id and place
 
 
 class LaneBatch(NamedTuple):
@@ -68,19 +59,15 @@ class LaneLoop(Iterable[Any]):
     `steps` computes the gradient: it yields a `LaneBatch` and gets (loss, metrics) for it, and
     yields None when the lane is complete. After the last lane, it sums up those of all workers, and
     `report` gets its result. It is closed when nobody holds the iterator, as after a `break`.
-    `code` is that of the loop, and `carried` its variables that a lane must not change for the
-    next one.
+    With `is_shared`, other workers run the body for other lanes, so that a lane must not hand
+    anything to the next one that a loss depends on.
     """
 
     def __init__(
-        self,
-        steps: LaneSteps[Any],
-        report: Callable[[Any], None],
-        code: CodeType | None = None,
-        carried: frozenset[str] = frozenset(),
+        self, steps: LaneSteps[Any], report: Callable[[Any], None], *, is_shared: bool = False
     ) -> None:
         self._steps, self._report = steps, report
-        self._code, self._carried = code, carried
+        self._is_shared = is_shared
         self._has_begun = False
         self._lane_batch: LaneBatch | None = None  # not yet in the hands of the body
         self._waits_for = ""  # whose loss the body has not given yet
@@ -95,13 +82,16 @@ class LaneLoop(Iterable[Any]):
         return self._data()
 
     def _data(self) -> Iterator[Any]:
+        bodies: list[Body] | None = None if self._is_shared else []
         try:
             while self._advance():
-                # the body is in the frame that asks for the next lane
-                before = self._values(sys._getframe(1)) if self._carried else {}  # noqa: SLF001
+                # the body is in the frame that asks for the next lane, or in one of its callers
+                if bodies is None:
+                    bodies = self._find_bodies(sys._getframe(1))  # noqa: SLF001
+                before = values_of(bodies, sys._getframe(1)) if bodies else []  # noqa: SLF001
                 yield self._take()  # not held here, so that it is freed with the body's variable
-                if before and not self._waits_for:
-                    self._refuse_changes(before, self._values(sys._getframe(1)))  # noqa: SLF001
+                if bodies and not self._waits_for:
+                    self._refuse_changes(bodies, before, sys._getframe(1))  # noqa: SLF001
         finally:
             self.close()
 
@@ -133,27 +123,39 @@ class LaneLoop(Iterable[Any]):
         lane_batch, self._lane_batch = cast(LaneBatch, self._lane_batch), None
         return lane_batch.data
 
-    def _values(self, frame: FrameType) -> dict[str, Any]:
-        """Return the variables that lanes must not change; none if another frame has the loop."""
-        if frame.f_code is not self._code:  # such as that of a progress bar
-            return {}
-        names, others = frame.f_locals, frame.f_globals
-        return {name: names.get(name, others.get(name)) for name in self._carried}
+    def _find_bodies(self, frame: FrameType) -> list[Body]:
+        """Return the bodies whose variables lanes must not change.
 
-    def _refuse_changes(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """Raise `LossError` if a lane left a number or tensor to the next one."""
-        for name, value in after.items():
-            former = before[name]
-            if value is former or isinstance(value, bool) or not isinstance(value, Number | Tensor):
-                continue
-            if isinstance(value, Tensor) or value != former:
+        Raises `LossError` if a loss depends on how many lanes this worker has had.
+        """
+        bodies = bodies_of(frame, self)
+        if counted := next((body.counted for body in bodies if body.counted), ""):
+            self._steps.throw(
+                LossError(
+                    f"batch.backward in the loop over batch.lanes depends on {counted}, which has"
+                    " another value for the same lane on another number of workers, because each"
+                    " worker counts only its own lanes. Use it for output only, such as `if"
+                    " number == 0: print(...)`, and let the data set return what belongs to a"
+                    " sample"
+                )
+            )
+        return bodies
+
+    def _refuse_changes(
+        self, bodies: list[Body], before: list[Variables], frame: FrameType
+    ) -> None:
+        """Raise `LossError` if a lane left something to the next one."""
+        for body, variables in zip(bodies, before, strict=True):
+            if name := body.changed(variables, frame):
+                metric = name if name.isidentifier() else "value"
                 self._steps.throw(
                     LossError(
                         f"the body of the loop over batch.lanes changed {name}, which the body of"
                         " the next lane reads: each worker runs it for its own lanes only, so the"
                         " value would depend on the number of workers. Pass it as a metric, such"
-                        f" as batch.backward(loss, {name}=...), and read batch.means after the"
-                        " loop, or change it in the body of the loop over batches"
+                        f" as batch.backward(loss, {metric}=...), and read batch.means after the"
+                        " loop, set it anew in each lane, or change it in the body of the loop over"
+                        " batches"
                     )
                 )
 
@@ -171,43 +173,3 @@ class LaneLoop(Iterable[Any]):
             )
         self._waits_for = ""
         self._steps.send((loss, metrics))
-
-
-def carried_names(frame: FrameType) -> frozenset[str]:
-    """Return the variables that one pass of a loop leaves to the next, by the code of its body.
-
-    The loop is the one for whose iterator this frame makes a call now. Its body reads these names
-    before it sets them, as in `total += loss.item()`. There are none if no loop follows, as for an
-    iterator that is stored.
-    """
-    code, place = frame.f_code, (id(frame.f_code), frame.f_lasti)
-    cached_code, names = _carried.get(place, (None, frozenset()))
-    if cached_code is not code:  # an id may be used again
-        names = _names_of_loop(code, frame.f_lasti)
-        _carried[place] = code, names
-    return names
-
-
-def _names_of_loop(code: CodeType, call: int) -> frozenset[str]:
-    end: int | None = None  # of the loop's body
-    read, carried, was_set = set[str](), set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
-        if instruction.offset <= call:
-            continue
-        if end is None:
-            if instruction.opname.startswith(ELSEWHERE):
-                break
-            if instruction.opname == "FOR_ITER":
-                end = instruction.argval
-            continue
-        if instruction.offset >= end:
-            break
-        argument = instruction.argval
-        accessed = argument if isinstance(argument, tuple) else (argument,)
-        for how, name in zip(ACCESS.findall(instruction.opname), accessed, strict=False):
-            if how == "STORE":
-                was_set.add(name)
-                carried |= {name} & read
-            elif name not in was_set:
-                read.add(name)
-    return frozenset(carried)

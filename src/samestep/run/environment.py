@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from functools import cached_property
@@ -26,12 +26,12 @@ from samestep.host import printable
 from samestep.masking import mask, mask_words
 from samestep.record.events import FORMAT, samestep_version
 from samestep.run.process import announce
-from samestep.snapshot.read import Snapshot
 from samestep.user_code import imported_modules
 
 HASH_SEED: Final = "hash seed"  # of an environment
 KEEP_SEED: Final = "to keep it, start with PYTHONHASHSEED={} (samestep run sets it to 0)"
 COMMIT_SECONDS: Final = 1.0  # for git, which may have to look at many files
+FILE: Final = "file "  # begins names of files in an environment
 ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")  # of an object, another one at every start
 
 
@@ -71,25 +71,45 @@ def environment_of_results(config: Config, devices: list[torch.device]) -> dict[
     return {name: str(value) for name, value in environment.items()}
 
 
-def digests_of_program() -> dict[str, str]:
-    """Return a digest of the script and of each module that it imported from its own folder.
+class ProgramFiles:
+    """The script and the modules that it imports from its own folder, each of which is read once.
 
-    For `python -m`, that is the folder of its package.
+    For `python -m`, that is the folder of its package. Modules may be imported while it runs.
     """
-    main = sys.modules["__main__"]
-    if (script := getattr(main, "__file__", None)) is None:  # as in a notebook
-        return {}
-    folder = Path(script).resolve().parent
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and "." in spec.name:
-        folder = folder.parents[spec.name.count(".") - 1]
-    files = {Path(script).resolve(), *imported_modules.files_in(folder)}
-    digests: dict[str, str] = {}
-    for path in sorted(files):
-        with suppress(OSError):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            digests[f"file {os.path.relpath(path, folder)}"] = digest[:12]
-    return digests
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+        self._modules = 0  # that were imported at the last look
+        main = sys.modules["__main__"]
+        script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+        self._script = None if script is None else Path(script).resolve()  # None in a notebook
+        self._folder = Path() if self._script is None else self._script.parent
+        if spec is not None and "." in spec.name:
+            self._folder = self._folder.parents[spec.name.count(".") - 1]
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each file, by its name."""
+        if self._script is not None and len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            for path in sorted({self._script, *imported_modules.files_in(self._folder)}):
+                name = f"{FILE}{os.path.relpath(path, self._folder)}"
+                if name not in self._digests and (digest := self._digest_of(name)):
+                    self._digests[name] = digest
+            imported_modules.note()
+        return dict(self._digests)
+
+    def on_disk(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the digests of files that may not have been imported yet, "no file" if missing."""
+        if self._script is None:
+            return {}
+        return {name: self._digest_of(name) or "no file" for name in names if name.startswith(FILE)}
+
+    def _digest_of(self, name: str) -> str:
+        try:
+            content = (self._folder / name.removeprefix(FILE)).read_bytes()
+        except OSError:
+            return ""
+        return hashlib.sha256(content).hexdigest()[:12]
 
 
 def inputs_of_program(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -131,13 +151,18 @@ def warn_of_workers(workers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compare_environments(
-    resumed: Snapshot, environment: Mapping[str, str], *, is_main: bool, is_strict: bool
+    before: Mapping[str, str],
+    environment: Mapping[str, str],
+    step: int,
+    *,
+    is_main: bool,
+    is_strict: bool,
 ) -> str:
-    """Warn if the run resumes where results may differ, and return the differences, "" for none.
+    """Warn if results may differ from those of the snapshot of `step`; return the differences.
 
     Raises `ConfigError` instead if `is_strict`.
     """
-    before = dict(resumed.info.get("environment", {}))
+    before = dict(before)
     seed = before.pop(HASH_SEED, "random")
     others = differences(before, environment)
     if seed != "random":  # which no start can repeat
@@ -147,10 +172,7 @@ def compare_environments(
         return ""
     advice = "" if seed in {"random", environment[HASH_SEED]} else KEEP_SEED.format(seed)
     end = f"\n{advice}" if advice else ""
-    what = (
-        f"the snapshot of step {resumed.step} was written by another program or in another "
-        "environment"
-    )
+    what = f"the snapshot of step {step} was written by another program or in another environment"
     if is_strict:
         raise ConfigError(
             f"{what}, so resume_strict refuses to resume, because results may differ:\n{lines}{end}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -374,12 +375,21 @@ def scalars_of(
 
 
 def _number(name: str, value: Any) -> float:
+    what = f"for {name!r}" if name else "without a name"
     try:
-        return float(value)
+        # an item of NumPy does not lose its imaginary part, as float() of the array would
+        number = float(value.item() if isinstance(value, np.ndarray | np.generic) else value)
+    except OverflowError:
+        number = math.inf
     except (RuntimeError, TypeError, ValueError):
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" {value!r:.80}"
-        what = f"for {name!r}" if name else "without a name"
         raise RecordError(
             f"run.log expected a number {what}, got {type(value).__name__}{shape}; log a number, a"
             " tensor of one element, or a dict of them"
         ) from None
+    if math.isinf(number) and not isinstance(value, str) and value != number:
+        raise RecordError(
+            f"run.log expected a number {what} that fits into a float, at most"
+            f" {sys.float_info.max:.2g}, got a larger {type(value).__name__}; log its logarithm"
+        )
+    return number

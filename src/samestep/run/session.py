@@ -36,9 +36,9 @@ from samestep.run.alerts import LossAlerts
 from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.environment import (
     CommitQuery,
+    ProgramFiles,
     compare_environments,
     description_of,
-    digests_of_program,
     environment_of_results,
     inputs_of_program,
     warn_of_workers,
@@ -150,8 +150,16 @@ class Session:
         workers = self._gather_workers()
         environment = workers[0]["environment"]
         if resumed is not None:
-            strict = config.resume_strict
-            lines = compare_environments(resumed, environment, is_main=is_main, is_strict=strict)
+            before: Mapping[str, str] = resumed.info.get("environment", {})
+            # an own module may be imported later, as it was before
+            files = {} if config.read_only else self._files.on_disk(before)
+            lines = compare_environments(
+                before,
+                files | environment,
+                resumed.step,
+                is_main=is_main,
+                is_strict=config.resume_strict,
+            )
             if lines:
                 self.record.event("environment_changed", step=resumed.step, differences=lines)
         self.progress = self._make_progress(
@@ -191,7 +199,7 @@ class Session:
             world,
             self.record,
             attempt,
-            environment,
+            lambda: {**environment, **self._files.digests()},
             resumed,
             in_memory,
             tracked=tracked,
@@ -292,9 +300,13 @@ class Session:
         return workers
 
     @cached_property
+    def _files(self) -> ProgramFiles:
+        return ProgramFiles()
+
+    @cached_property
     def _program(self) -> dict[str, str]:
-        """The files and inputs of the program, which are read once."""
-        program = digests_of_program()
+        """The files and inputs of the program at its start."""
+        program = self._files.digests()
         if self._process.rank == 0:  # some launchers pass ranks in arguments
             program |= inputs_of_program(self._settings)
         return program

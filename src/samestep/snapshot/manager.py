@@ -212,7 +212,8 @@ def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 class SnapshotManager:
     """Saves snapshots at intervals of steps or minutes, on request, and at the end.
 
-    Without a directory, it saves none on disk. They name the run `owner`. `check_models()` and
+    Without a directory, it saves none on disk. They name the run `owner`. `environment()` returns
+    what its results depend on, with what the program has imported until then. `check_models()` and
     `compare(step, shared)` run before each snapshot, the latter with the states of tracked objects
     that are not sharded: it waits for all workers, and raises an exception if these states differ.
     """
@@ -223,7 +224,7 @@ class SnapshotManager:
         world: World,
         record: Record,
         attempt: str,
-        environment: Mapping[str, str],
+        environment: Callable[[], Mapping[str, str]],
         resumed: Snapshot | None,
         in_memory: InMemorySnapshots,
         *,
@@ -239,7 +240,7 @@ class SnapshotManager:
         self._compare = compare or (lambda *_: world.barrier("starting a snapshot"))
         self._stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
-        self._environment, self._owner = dict(environment), owner
+        self._environment, self._owner = environment, owner
         # the last one on disk
         self._saved_step = None if resumed is None or resumed.in_memory else resumed.step
         self._saved_time = time.monotonic()
@@ -402,7 +403,7 @@ class SnapshotManager:
             "seed": self._config.seed,
             "workers": self._world.size,
             "epoch": run["epoch"],
-            "environment": self._environment,
+            "environment": dict(self._environment()),
             **({"run": self._owner.label} if self._owner is not None else {}),
         }
 
