@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import threading
-import time
 from multiprocessing import get_context
 
 import numpy as np
@@ -278,11 +277,9 @@ def refuse(samples):
     ids=["exit", "kill"],
 )
 @forks
-def test_a_loader_process_that_dies_is_an_error_within_seconds(end, is_retryable):
-    started = time.monotonic()
+def test_a_loader_process_that_dies_is_an_error(end, is_retryable):
     with pytest.raises(LoaderError, match="a loader process died") as caught:
         loaded(Broken(end), requests_of(*[[index] for index in range(20)]), 2)
-    assert time.monotonic() - started < 60
     assert caught.value.is_retryable is is_retryable
 
 
