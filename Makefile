@@ -8,12 +8,13 @@ PIP := .ci/with-progress $(VENV) $(BIN)/python -m pip install --no-compile --dis
 IF_REPLACED := $(if $(wildcard $(VENV)/lib/python*/site-packages/*samestep.pth),,again)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-cuda-build test-gpu models integrations versions lint check docs bench bench-more again clean
+.PHONY: help demo test test-core test-long test-cuda-build test-gpu models integrations versions lint check docs bench bench-more again clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and verify that one worker does the same'
 	@echo 'make test        run all tests except the long ones'
+	@echo 'make test-core   run the tests of what makes a step and keeps it, for changes there'
 	@echo 'make test-long   run the long tests, which CI leaves out: about ten minutes on two cores'
 	@echo 'make test-cuda-build  run the tests of GPUs, on simulated ones, with the default build of PyTorch: 6 GB'
 	@echo 'make test-gpu    prove on one NVIDIA GPU that runs have the same bits: about five minutes'
@@ -31,6 +32,11 @@ demo: $(VENV)/ready-vit
 
 test: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal
+
+# The folders of src/samestep that make a step and keep it, in the order of docs/architecture.md.
+CORE := tests/cluster tests/record tests/data tests/comm tests/step tests/snapshot tests/run $(wildcard tests/test_*.py)
+test-core: $(VENV)/ready-dev
+	$(BIN)/pytest --numprocesses 4 --dist worksteal $(CORE)
 
 test-long: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal -m long

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import secrets
 import socket
 import subprocess
@@ -126,7 +126,7 @@ def _configure(directory: Path) -> None:
     text = CONFIGURATION.format(
         host=host,
         controller_port=free_port(),
-        user=getpass.getuser(),
+        user=pwd.getpwuid(os.geteuid()).pw_name,  # whatever USER says
         directory=directory,
         nodes=nodes,
         # Clusters that run at the same time need different job numbers: ports derive from them.

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from samestep import torch_internals as internals
 from tests.ports import free_port
+from tests.syntax import parse
 
 SOURCE = Path(internals.__file__).parent
 
@@ -30,7 +31,7 @@ SOURCE = Path(internals.__file__).parent
 def private_names(path):
     """Return private attributes, imports and the texts that could be passed to getattr."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path.read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", "super()"}:
             names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
@@ -42,7 +43,7 @@ def private_names(path):
 
 def chains(path):
     """Return names such as torch.cuda._is_in_bad_fork."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path.read_text())
     chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

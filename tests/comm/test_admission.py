@@ -24,7 +24,7 @@ from tests.worlds import FORK
 
 TOKEN = "a token of sixteen or more"
 FILES = 256
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 def test_the_oldest_of_the_address_with_most_connections_is_first():
@@ -102,10 +102,10 @@ def test_without_a_token_other_users_of_the_host_are_refused(token, monkeypatch)
     address = listener.getsockname()
     try:
         if token:
-            Link(address, token, 10).close()
+            Link(address, token, 60).close()
         else:
             with pytest.raises(ConnectionError):
-                Link(address, token, 10)
+                Link(address, token, 60)
     finally:
         thread.close()
 

@@ -114,14 +114,14 @@ def test_a_worker_that_was_stopped_is_named_after_the_timeout():
             return ""
         while state_of(pids[1]) != "T":
             time.sleep(0.01)
-        both.wait(30)
+        both.wait(300)
         message = wait_until_error(world, "waiting")
-        both.wait(30)  # a worker that closes its world ends the other's wait
+        both.wait(300)  # a worker that closes its world ends the other's wait
         assert state_of(pids[1]) == "T"
         with pytest.raises(WorldError, match="while waiting again"):
             world.barrier("waiting again")
         world.close()
-        both.wait(30)
+        both.wait(300)
         if world.rank == 0:
             os.kill(pids[1], signal.SIGCONT)
         return message

@@ -198,9 +198,9 @@ def test_workers_of_torchrun_ignore_what_earlier_attempts_left_in_its_store():
             time.sleep(0.5)
         if attempt == 1:
             names = r"worker 2" if rank == 0 else "worker 0"
-            both.wait()  # with their timeout of a second
+            both.wait()  # with their timeout
             with pytest.raises(WorldError, match=rf"for {names} to join .*SHARE_RDZV_TCP_STORE=1"):
-                shared_world(timeout=1)
+                shared_world(timeout=5)
             return None
         world = shared_world()
         world.barrier("waiting")

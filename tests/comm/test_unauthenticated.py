@@ -38,7 +38,7 @@ FORK = get_context("fork")
 SECRET = "a secret of the tests"
 PEER = {"host": "here", "pid": 1, "home": None, "address": None, "nonce": ""}
 KEYS = {"worker/0": PEER, "worker/1": PEER, "offer/0": PEER, "alarm": True, "failure": "attacked"}
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 class Bomb:
@@ -122,17 +122,17 @@ def test_one_host_is_not_disturbed_while_forming_and_running(beats):
 
 def test_the_store_of_one_host_disconnects_other_users(monkeypatch):
     with closing(LocalStore(SECRET, 0)) as local:
-        Link(local.name, SECRET, 10).close()
+        Link(local.name, SECRET, 60).close()
         monkeypatch.setattr(store_server.os, "geteuid", lambda: 4321)
         with pytest.raises(ConnectionError):
-            Link(local.name, SECRET, 10)
+            Link(local.name, SECRET, 60)
 
 
 def test_the_store_of_one_host_reports_a_peer_without_the_token(capsys, caplog):
     with closing(LocalStore(SECRET, 0)) as local:
         with pytest.raises(WorldError, match="token"):
-            Link(local.name, "another token", 10)
-        Link(local.name, SECRET, 10).close()
+            Link(local.name, "another token", 60)
+        Link(local.name, SECRET, 60).close()
     refused = "samestep: refused a connection from this host: it does not have this run's token\n"
     for thread in threading.enumerate():
         if thread.name == "samestep log":
@@ -146,8 +146,8 @@ def test_all_workers_of_a_host_may_connect_at_once():
         for _ in range(400):
             silent = exits.enter_context(socket.socket(socket.AF_UNIX))
             silent.connect(f"\0{local.name}")
-        Link(local.name, SECRET, 10).close()
-        silent.settimeout(10)
+        Link(local.name, SECRET, 60).close()
+        silent.settimeout(60)
         assert silent.recv(1)  # of the server's nonce
 
 
@@ -344,7 +344,7 @@ def test_forming_ends_in_time_if_the_store_is_stopped(phase, monkeypatch):
                 "STORE_PID": str(host.pid),
             },
         )
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 250  # and not torch's 300
     finally:
         host.kill()
         host.join()

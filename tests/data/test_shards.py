@@ -182,7 +182,7 @@ def write_shards(directory, sizes):
         path = directory / f"{number:02}.txt"
         path.write_text("".join(f"{start + line:0{LINE}}" for line in range(size)))
         start += size
-        sizes_by_url[path.as_uri()] = size
+        sizes_by_url[f"file://{path}"] = size
     return sizes_by_url
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from samestep import errors
 from tests.docs.blocks import ROOT
+from tests.syntax import parse
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = ROOT / "src" / "samestep"
@@ -20,7 +21,7 @@ MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 def texts_of(source: str) -> list[str]:
     """Return the strings in a source; in f-strings, … replaces each value."""
     texts, parts = [], set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts |= set(map(id, node.values))
             texts.append(

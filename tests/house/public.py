@@ -23,6 +23,7 @@ from samestep import cli, errors, record
 from samestep.data.batch import Batch
 from samestep.record import events, exporter, source
 from samestep.snapshot.read import Snapshot
+from tests.syntax import parse
 
 FROZEN = Path(__file__).with_name("public.txt")
 # what the documentation imports from modules other than `samestep`
@@ -85,7 +86,7 @@ def _snapshot() -> Iterator[str]:
 def _integrations() -> Iterator[str]:
     for module, names in INTEGRATIONS.items():
         file = Path(samestep.__file__).parent / "integrations" / f"{module}.py"
-        nodes = {getattr(node, "name", ""): node for node in ast.parse(file.read_text()).body}
+        nodes = {getattr(node, "name", ""): node for node in parse(file.read_text()).body}
         for name in names:
             node = nodes[name]
             parameters = ""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parse
+
 SOURCE = Path(__file__).parents[2] / "src" / "samestep"
 
 # `FILE TARGET` of assignments that no argument of a constructor could replace, and why
@@ -85,7 +87,7 @@ def fields_of_dataclasses(tree: ast.Module) -> set[str]:
 
 def patched(text: str) -> set[str]:
     """Return the attributes of other objects that a module's text assigns, such as `a.b.c`."""
-    tree = ast.parse(text)
+    tree = parse(text)
     fields = fields_of_dataclasses(tree)
     return {
         ast.unparse(target) for target in assigned_attributes(tree) if target.attr not in fields

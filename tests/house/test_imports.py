@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parse
+
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "samestep"
 MAY_USE_DISTRIBUTED = {"comm", "launch", "torch_internals.py"}
@@ -37,7 +39,7 @@ def imported(tree, package=()):
 
 
 def uses_torch_distributed(text, allowed=()):
-    tree = ast.parse(text)
+    tree = parse(text)
     attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {name for name in imported(tree) | attributes if not name.startswith(allowed)}
     return any(f"{name}.".startswith("torch.distributed.") for name in names)
@@ -71,7 +73,7 @@ def cycles(source):
     modules = {_name(module) for module in paths}
     graph = {}
     for module, path in paths.items():
-        names = imported(ast.parse(path.read_text()), module.parts[:-1])
+        names = imported(parse(path.read_text()), module.parts[:-1])
         graph[_name(module)] = {
             name if name in modules else name.rpartition(".")[0] for name in names
         }

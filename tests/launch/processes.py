@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-SOON_SECONDS = 60.0  # on a busy machine; usually much less
+SOON_SECONDS = 300.0  # on a busy machine; usually much less
 
 
 def rank():

@@ -264,9 +264,9 @@ def test_a_killed_loader_process_is_replaced_with_its_worker():
 
 def test_a_group_is_killed_unless_another_process_has_its_leader_s_id(tmp_path):
     pids = tmp_path / "pids"
-    leave_one = f"sleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}; read line"
+    leave_one = 'sleep 600 & echo $! > "$1.new"; mv "$1.new" "$1"; read line'
     leader = subprocess.Popen(
-        ["sh", "-c", leave_one], stdin=subprocess.PIPE, start_new_session=True
+        ["sh", "-c", leave_one, "sh", pids], stdin=subprocess.PIPE, start_new_session=True
     )
     while not pids.exists():
         time.sleep(0.01)

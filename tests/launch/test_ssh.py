@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,8 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 SSHD = """\
 Port 22
 ListenAddress {address}
-HostKey {folder}/host-key
-AuthorizedKeysFile {folder}/user-key.pub
+HostKey "{folder}/host-key"
+AuthorizedKeysFile "{folder}/user-key.pub"
 PidFile none
 StrictModes no
 UsePAM no
@@ -65,7 +66,7 @@ def simulated(folder, does):
     shell = folder / "shell"
     shell.write_text(f"#!/bin/sh\nhost=$1; shift\n{does}\n")
     shell.chmod(0o700)
-    return str(shell)
+    return shlex.quote(str(shell))
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def ssh_servers(nodes, folder):
             while b"listening" not in (line := server.stderr.readline()):
                 assert line, "sshd ended"
         options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
-        yield f"ssh -F none -i {folder}/user-key -o {' -o '.join(options)}"
+        yield f"ssh -F none -i {shlex.quote(str(folder / 'user-key'))} -o {' -o '.join(options)}"
 
 
 def test_a_run_over_ssh_ends_with_its_launcher_and_resumes(start, alone, tmp_path):

@@ -227,7 +227,7 @@ def test_processes_save_together(tmp_path, workers):
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path, monkeypatch):
     weight = torch.ones(1000)
     free = threading.Event()
-    monkeypatch.setattr(CommitProtocol, "raise_if_given_up", lambda _: free.wait(20))
+    monkeypatch.setattr(CommitProtocol, "raise_if_given_up", lambda _: free.wait(300))
     with team(tmp_path) as ((writer,), reports):
         writer.save(1, {"weight": weight}, {}, NO_INFO)
         weight.zero_()

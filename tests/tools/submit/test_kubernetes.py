@@ -225,7 +225,7 @@ def test_kubectl_gets_the_manifests_and_its_status_is_returned(
 ):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(
-        f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat >{tmp_path}/applied\nexit {status}\n'
+        f'#!/bin/sh\necho "$@" >"{tmp_path}/arguments"\ncat >"{tmp_path}/applied"\nexit {status}\n'
     )
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
