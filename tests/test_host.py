@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import errno
 import gc
 import os
@@ -20,6 +21,7 @@ from samestep.host import (
     anonymous_memory,
     interrupts_deferred,
     missing_system_calls,
+    parse,
     raise_file_limit,
 )
 from tests.seccomp import refuse
@@ -219,3 +221,29 @@ def test_a_launcher_keeps_files_of_several_runs_open_by_name(tmp_path):
     assert os.read(ends["one"], 1) == b""
     for end in ends.values():
         os.close(end)
+
+
+class Parsing:
+    """Garbage whose finalizer parses deeper in the stack."""
+
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self, depth=30):
+        if depth:
+            self.__del__(depth - 1)
+        else:
+            parse("1 + 1")
+
+
+def test_a_finalizer_that_parses_does_not_disturb_another_parser():
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(50)
+        for _ in range(20):
+            Parsing()
+            assert isinstance(parse(Path(__file__).read_text()), ast.Module)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.collect()
+    assert gc.isenabled()

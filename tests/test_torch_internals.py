@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from samestep import torch_internals as internals
+from samestep.host import parse
 from tests.ports import free_port
-from tests.syntax import parse
 
 SOURCE = Path(internals.__file__).parent
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
+from samestep.host import parse
 from samestep.step.graph_choice import NOTES, REFUSALS
 from tests.docs.blocks import ROOT
-from tests.syntax import parse
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
 NAMED = re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)

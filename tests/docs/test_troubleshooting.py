@@ -8,8 +8,8 @@ import re
 import pytest
 
 from samestep import errors
+from samestep.host import parse
 from tests.docs.blocks import ROOT
-from tests.syntax import parse
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = ROOT / "src" / "samestep"

@@ -21,9 +21,9 @@ from unittest.mock import patch
 import samestep
 from samestep import cli, errors, record
 from samestep.data.batch import Batch
+from samestep.host import parse
 from samestep.record import events, exporter, source
 from samestep.snapshot.read import Snapshot
-from tests.syntax import parse
 
 FROZEN = Path(__file__).with_name("public.txt")
 # what the documentation imports from modules other than `samestep`

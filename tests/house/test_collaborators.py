@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.syntax import parse
+from samestep.host import parse
 
 SOURCE = Path(__file__).parents[2] / "src" / "samestep"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.syntax import parse
+from samestep.host import parse
 
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "samestep"

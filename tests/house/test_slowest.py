@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.syntax import parse
+from samestep.host import parse
 
 ROOT = Path(__file__).parents[2]
 LINES = (ROOT / "tests" / "house" / "slowest.txt").read_text().splitlines()

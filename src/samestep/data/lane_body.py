@@ -24,6 +24,7 @@ from torch import Tensor
 
 from samestep.data.generators import own_dict
 from samestep.data.lane_flow import DATA, OF_LOOP, Effects, Flow, Path, is_within, path_of
+from samestep.host import parse
 from samestep.user_code import is_users
 
 MOST_FILES: Final = 16
@@ -149,8 +150,8 @@ def _watched(flow: Flow, frame: FrameType) -> dict[Path, bool]:
 def _loops_of(source: str) -> list[ast.For] | None:
     """Return the loops of a file, None if its source is missing or cannot be parsed."""
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, SystemError):  # of Python 3.11, with threads
+        tree = parse(source)
+    except (SyntaxError, ValueError, RecursionError, SystemError):  # if another thread parses
         return None
     return [node for node in ast.walk(tree) if isinstance(node, ast.For)] if source else None
 
