@@ -14,6 +14,7 @@ ELSEWHERE = {
     "step/flat_buffer.py": "step/test_shard.py",
     "data/lane_loop.py": "run/test_lane_loop.py",
     "data/orders.py": "data/test_plan.py",
+    "data/search.py": "data/test_generators.py",
     "cluster/network.py": "cluster/test_interfaces.py",
     "cluster/process.py": "cluster/test_cluster.py",
     "comm/base.py": "comm/test_world.py",

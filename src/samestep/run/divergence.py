@@ -14,9 +14,10 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from samestep.comm.base import World
-from samestep.data.generators import KINDS, can_seed, find, get_state, observe
+from samestep.data.generators import can_seed, find, get_state, observe
 from samestep.data.nested import tensors_in
 from samestep.data.random_state import set_generators
+from samestep.data.search import KINDS
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked

@@ -33,6 +33,7 @@ from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
 from samestep.step.lane_state import LaneState
 from samestep.step.metric_guard import MetricGuard
 from samestep.step.overlap import Overlap, Overlaps, flat_buffers_of
+from samestep.step.reach import Reach
 from samestep.step.recheck import Recheck
 from samestep.step.scaling import scaled_together
 from samestep.step.shard import Shard
@@ -103,13 +104,13 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
-        self._state = LaneState(
+        reach = Reach(
             self.models.modules,
             self.config.check_every,
             self.buffers.places,
             self.world.wait_for_gpu,
         )
-        self._metrics = MetricGuard()
+        self._state, self._metrics = LaneState(reach), MetricGuard(reach)
         self._recheck = (
             Recheck(self, self.models.modules, self.shards) if self.config.recheck_every else None
         )
@@ -299,7 +300,7 @@ class LaneEngine(LaneContext):
         roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": body}
         function = loss.embed or loss.fn
         # metrics are compared first, because their error says more than that of their tensors
-        with self._state.lanes(step, **roots), self._metrics.lanes(function, loss.model, body):
+        with self._state.lanes(step, **roots), self._metrics.lanes(function, body):
             yield
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:

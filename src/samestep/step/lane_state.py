@@ -11,55 +11,27 @@ reads and replaces; a cache is not replaced, and the result of a layer is not re
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
 from typing_extensions import Self
 
-from samestep.data.generators import Reference, find_state
+from samestep.data.search import Reference
 from samestep.errors import LossError
-from samestep.step.hashing import hashes_of
 from samestep.step.lane_pass import NO_CONTEXT
-from samestep.torch_internals import versions_of, without_storage
-
-WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
-BIT_CALLS: Final = 2  # of the first ones, bits are compared in
-MOST_GROWTHS: Final = 2  # of a container; one that grows all the time is a list of results
-REGISTERED: Final = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
-Place = tuple[int, Any]  # the id of a reference's owner, and the key there
+from samestep.step.reach import Marks, Place, Reach, is_plain, readable
+from samestep.torch_internals import without_storage
 
 
 class LaneState:
     """What lanes may not change: the parameters and tensors that they reach."""
 
-    def __init__(
-        self,
-        modules: Sequence[Module],
-        check_every: int | None,
-        buffers: Callable[[], Mapping[Place, Any]] = dict,
-        wait_for_gpu: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`buffers` returns those of replicated modules, which have rules of their own.
-
-        `wait_for_gpu` notices a hang of earlier collectives, unlike a copy to the host.
-        """
-        self._modules, self._every = modules, check_every
-        self._buffers, self._wait_for_gpu = buffers, wait_for_gpu
-        self._calls = 0
-        self._watched_until = WATCHED_CALLS  # the last call in which lanes are compared
-        self._parameters: dict[int, tuple[Tensor, str]] = {}  # by id, with their names
-        self._places: dict[Place, Reference] = {}  # of other tensors
-        self._numbers: dict[Place, Reference] = {}  # of floats
-        self._containers: list[Any] = []  # which may get state later
-        self._lengths: list[int] = []  # of the containers
-        self._growths: Counter[int] = Counter()  # of containers, by their id
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
         self._set: dict[Place, Any] = {}  # by a lane, in watched calls
         self._replaced: set[Place] = set()  # by lanes, with other values each time
 
@@ -69,82 +41,39 @@ class LaneState:
 
         Raises `LossError` if one of them changed a parameter, or another tensor in place.
         """
-        self._calls += 1
-        is_due = self._is_due(step)
-        if self._calls > self._watched_until and (is_due or self._have_grown()):
-            self._watched_until = self._calls + WATCHED_CALLS - 1
-            for found in (self._places, self._numbers, self._set, self._replaced):
-                found.clear()  # such as those of earlier loss functions
-        is_watched = self._calls <= self._watched_until
-        if is_watched:
-            self._search(roots)
-        compares_bits = self._calls <= BIT_CALLS or is_due
-        if compares_bits:
-            self._wait_for_gpu()
-        # not what belongs to a graph, such as stored activations, which would stay in memory
-        others = [
-            (reference, value)
-            for reference in self._places.values()
-            if _is_plain(value := reference.value()) and value.grad_fn is None
-        ]
-        tensors = [tensor for tensor, _ in self._parameters.values()]
-        tensors += [tensor for _, tensor in others]
-        before = _marks(tensors, compares_bits=compares_bits)
-        self._roots, self._is_first = roots, True
+        reach = self._reach
+        if reach.begin(step, **roots):
+            self._set.clear()
+            self._replaced.clear()
+        before = reach.marks()
         try:
             yield
         finally:
-            del self._roots
-            self._is_first = False  # no search for a lane that is computed again later
-        after = _marks(tensors, compares_bits=compares_bits)
-        if before != after:
-            marks = zip(tensors, zip(*before, strict=True), zip(*after, strict=True), strict=True)
-            changed = next(tensor for tensor, old, new in marks if old != new)
-            raise self._changed(changed, others)
-        if is_watched:
-            self._lengths = [*map(len, self._containers)]
-            if self._calls == self._watched_until:
-                self._set.clear()
-
-    def _is_due(self, step: int) -> bool:
-        """Return whether a check is due, or this call's number is a power of two from 8 on."""
-        if self._every is not None and step % self._every == 0:
-            return True
-        return self._calls >= 8 and self._calls.bit_count() == 1
-
-    def _have_grown(self) -> bool:
-        """Return whether a container has other entries than after the last search."""
-        lengths = [*map(len, self._containers)]
-        if lengths == self._lengths:
-            return False
-        changed = {
-            id(container)
-            for container, before, now in zip(self._containers, self._lengths, lengths, strict=True)
-            if before != now
-        }
-        self._lengths = lengths
-        self._growths.update(changed)
-        return any(self._growths[number] <= MOST_GROWTHS for number in changed)
+            reach.end()
+        if (changed := reach.changed(before)) is not None:
+            raise self._changed(changed, before)
+        if reach.is_last_watched:
+            self._set.clear()
 
     def lane(self, lane: int) -> AbstractContextManager[None]:
         """Return the context of a lane.
 
-        Raises `LossError` if it reads a tensor that each lane replaces; only in the first calls.
+        Raises `LossError` if it reads a tensor that each lane replaces; only in watched calls.
         """
-        return self._watched_lane(lane) if self._calls <= self._watched_until else NO_CONTEXT
+        return self._watched_lane(lane) if self._reach.is_watched else NO_CONTEXT
 
     @contextmanager
     def _watched_lane(self, lane: int) -> Iterator[None]:
-        places = {**self._places, **self._numbers}
+        reach = self._reach
+        places = {**reach.places, **reach.numbers}
         before = {place: reference.value() for place, reference in places.items()}
         with self._hidden(places, before, lane):
             yield
-        if self._is_first:  # it may have made places
-            self._is_first = False
-            self._search(self._roots, in_lane=True)
-        for place, reference in chain(self._places.items(), self._numbers.items()):
+        if reach.looks_again:
+            reach.look_again()
+        for place, reference in chain(reach.places.items(), reach.numbers.items()):
             value, earlier = reference.value(), before.get(place)
-            if value is earlier or not (type(value) is float or _is_plain(value)):
+            if value is earlier or not (type(value) is float or is_plain(value)):
                 continue
             was_set = self._set.get(place)  # by the lane before
             if earlier is was_set and was_set is not None and _differ(value, was_set):
@@ -159,7 +88,7 @@ class LaneState:
         hidden = []
         for place in self._replaced & self._set.keys() & places.keys():
             if before[place] is self._set[place]:
-                placeholder = _placeholder(before[place], _readable(places[place]), lane)
+                placeholder = _placeholder(before[place], readable(places[place]), lane)
                 places[place].put(placeholder)
                 hidden.append((places[place], placeholder, before[place]))
         try:
@@ -173,38 +102,15 @@ class LaneState:
                 if isinstance(placeholder, FloatOfAnotherLane):
                     placeholder.show()
 
-    def _search(self, roots: dict[str, Any], *, in_lane: bool = False) -> None:
-        """Find the parameters and tensors that lanes reach, except buffers with rules.
-
-        In a lane, modules may have the parameters of another device, which are copied each step.
-        """
-        buffers = self._buffers()
-        registered = set(map(id, buffers.values()))  # a module may hold one under two names
-        found = find_state(**roots, modules=list(self._modules))
-        self._containers = found.containers
-        self._lengths = [*map(len, found.containers)]
-        for reference in found.floats:
-            self._numbers[id(reference.owner), reference.key] = reference
-        for reference in found.tensors:
-            tensor = reference.value()
-            if isinstance(tensor, Parameter):
-                if in_lane or not _is_plain(tensor):
-                    continue
-                self._parameters.setdefault(id(tensor), (tensor, _readable(reference)))
-            elif (id(reference.owner), reference.key) in buffers or id(tensor) in registered:
-                continue
-            else:
-                self._places[id(reference.owner), reference.key] = reference
-
-    def _changed(self, tensor: Tensor, others: Iterable[tuple[Reference, Any]]) -> LossError:
-        if id(tensor) in self._parameters:
+    def _changed(self, tensor: Tensor, marks: Marks) -> LossError:
+        if (parameter := self._reach.parameter_name(tensor)) is not None:
             return LossError(
-                f"a lane changed the parameter {self._parameters[id(tensor)][1]}, in the loss"
+                f"a lane changed the parameter {parameter}, in the loss"
                 " function or the model: workers compute different lanes, so its values would"
                 " depend on their number. What updates parameters, such as the moving average of a"
                 " teacher, belongs in the body of the loop, after optimizer.step()"
             )
-        name = next(_readable(reference) for reference, value in others if value is tensor)
+        name = next(readable(reference) for reference, value in marks.others if value is tensor)
         return LossError(
             f"a lane changed the tensor {name} in place, so its value would depend on the number of"
             " workers, each of which computes some lanes. Return scalars in the dict of the loss"
@@ -292,30 +198,9 @@ def _was_read(place: str, lane: int) -> LossError:
     )
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether it is a tensor with a version, an address and bytes."""
-    return (
-        type(value) in {Tensor, Parameter}
-        and value.layout == torch.strided
-        and value.device.type != "meta"
-        and not (value.is_nested or value.is_inference() or value.is_conj() or value.is_neg())
-    )
-
-
-def _marks(tensors: Sequence[Tensor], *, compares_bits: bool) -> list[list[int]]:
-    """Return what changes if a tensor is changed, [marks, tensors]."""
-    marks = [versions_of(tensors), [tensor.data_ptr() for tensor in tensors]]
-    return [*marks, hashes_of(tensors)] if compares_bits else marks
-
-
 def _differ(left: Any, right: Any) -> bool:
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return bool(left != right)
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
         return False  # such as a cache that grows
     return not torch.equal(left.detach(), right.detach())
-
-
-def _readable(reference: Reference) -> str:
-    """Return the name of a tensor, for messages."""
-    return REGISTERED.sub(r".\1", reference.name)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from torch import Tensor
 from torch.nn import Module
 
 from samestep.data.attributes import plain_attributes
-from samestep.data.generators import own_dict, walk
+from samestep.data.search import is_metric, is_metric_class, own_dict
 from samestep.errors import LossError
+from samestep.step.reach import Reach
 from samestep.user_code import is_installed
 
-MOST_FUNCTIONS: Final = 16
 MOST_CLASSES: Final = 256
 MOST_ITEMS: Final = 16  # of a container that is searched for metrics
 MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
@@ -33,31 +33,17 @@ class MetricGuard:
     Each worker's object would have the samples of its own lanes, and rank 0 would log its part.
     """
 
-    def __init__(self) -> None:
-        self._metrics: dict[Any, list[tuple[str, Any]]] = {}  # by loss function
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
 
     @contextmanager
-    def lanes(
-        self, loss_fn: Any, model: Any, body: Mapping[str, Any] = NO_VARIABLES
-    ) -> Iterator[None]:
+    def lanes(self, loss_fn: Any, body: Mapping[str, Any] = NO_VARIABLES) -> Iterator[None]:
         """Raise `LossError` if the block updates a metric that the function or model reaches.
 
         Or one of the variables of a loop's body.
         """
-        function = loss_fn
-        while isinstance(function, partial):
-            function = function.func
-        if len(self._metrics) == MOST_FUNCTIONS:  # such as those that a loop makes in each step
-            self._metrics.clear()
-        key = getattr(function, "__code__", type(function)), id(function)
-        if key not in self._metrics:
-            self._metrics[key] = [
-                (reference.name, value)
-                for reference, value, _ in walk(loss_fn=loss_fn, model=model)
-                if is_metric(value)
-            ]
         of_body = [pair for pair in body.items() if _accumulates(pair[1])]
-        metrics = self._metrics[key] + of_body
+        metrics = [*self._reach.metrics(loss_fn), *of_body]
         before = [_state_of(metric) for _, metric in metrics]
         yield
         for (name, metric), state in zip(metrics, before, strict=True):
@@ -122,16 +108,9 @@ def _accumulates(value: Any) -> bool:
     return are_plain and not kinds.isdisjoint({int, float})
 
 
-def is_metric(value: Any) -> bool:
-    """Return whether an object accumulates a metric: torchmetrics, torcheval, ignite, or alike."""
-    return _role_of(type(value)) == "metric"  # type: ignore[arg-type]
-
-
 @lru_cache(maxsize=MOST_CLASSES)  # each step of a loop over lanes asks for each of its variables
 def _role_of(kind: type) -> Role | None:
-    methods = ("update", "compute"), ("reset", "merge", "merge_state")
-    required, any_of = ([callable(getattr(kind, m, None)) for m in names] for names in methods)
-    if all(required) and any(any_of):
+    if is_metric_class(kind):  # type: ignore[arg-type]
         return "metric"
     if issubclass(kind, Tensor):
         return "tensor"
