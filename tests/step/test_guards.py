@@ -3,6 +3,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -13,9 +14,10 @@ from torch.autograd import Variable, backward
 
 import samestep as ss
 from samestep.errors import LossError, OptimizerError, WorldError
+from samestep.guards.metric_guard import MetricGuard
+from samestep.guards.reach import Reach
 from samestep.step.guards import ManualGradients, check_same_call
-from samestep.step.metric_guard import MetricGuard
-from samestep.step.reach import Reach
+from samestep.step.lane_pass import LossSpec
 from tests.workers import run_workers
 
 
@@ -127,10 +129,13 @@ def guarded():
 
     @contextmanager
     def lanes(loss_fn, model):
-        reach.begin(1, loss_fn=loss_fn, embed=None, model=model, body={})
-        with guard.lanes(loss_fn):
-            yield
-        reach.end()
+        lane_pass = SimpleNamespace(loss=LossSpec(loss_fn, model), seed=(1, 0))
+        reach.begin(lane_pass)
+        guard.begin(lane_pass)
+        del lane_pass, loss_fn
+        yield
+        reach.report()
+        guard.report()
 
     return lanes
 

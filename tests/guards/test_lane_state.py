@@ -9,8 +9,8 @@ from torch import nn
 
 import samestep as ss
 from samestep.errors import LossError
+from samestep.guards.reach import Reach
 from samestep.snapshot.state import copy_plain
-from samestep.step.reach import Reach
 from tests.workers import run_workers
 
 total = torch.zeros(())
@@ -247,8 +247,8 @@ def test_lists_that_grow_all_the_time_are_not_searched_again(monkeypatch):
     calls, losses = set(), []
     original = Reach.begin
 
-    def begin(reach, *args, **roots):
-        original(reach, *args, **roots)
+    def begin(reach, lane_pass):
+        original(reach, lane_pass)
         calls.update({reach._calls} if reach.looks_again else ())
 
     def loss_fn(model, rows):

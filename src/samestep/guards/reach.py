@@ -25,6 +25,7 @@ from torch.nn import Module, Parameter
 
 from samestep.data.search import Found, Reference, Search, is_metric, own_dict
 from samestep.step.hashing import hashes_of
+from samestep.step.lane_pass import LanePass, StepPlugin
 from samestep.torch_internals import MODULE_ATTRIBUTES, versions_of
 
 WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
@@ -106,7 +107,7 @@ class Marks(NamedTuple):
     values: list[list[int]]  # versions and addresses of the tensors, hashes of the hashed ones
 
 
-class Reach:
+class Reach(StepPlugin):
     """The parameters, other tensors, floats and metrics that lanes reach."""
 
     def __init__(
@@ -125,6 +126,8 @@ class Reach:
         self.places: dict[Place, Reference] = {}  # of tensors that are no parameters
         self.numbers: dict[Place, Reference] = {}  # of floats
         self.looks_again = False  # after the first lane of this call
+        self.begins_to_watch = False  # in this call
+        self._roots: dict[str, Any] = {}
         self._parameters: dict[int, tuple[Tensor, str]] = {}  # by id, with their names
         self._calls = 0
         self._watched_until = 0  # the last call in which lanes are compared
@@ -135,11 +138,16 @@ class Reach:
         self._growths: Counter[int] = Counter()  # of containers, by their id
         self._hashed: int | None = None  # tensors in the comparison that goes on
 
-    def begin(self, step: int, **roots: Any) -> bool:
-        """Find what lanes reach, before those of a step; all of it if the loss function is new.
+    def begin(self, lane_pass: LanePass) -> None:
+        """Find what lanes reach, before those of a step; all of it if the loss function is new."""
+        loss = lane_pass.loss
+        # a body that gets the embeddings of all lanes does the same on all workers
+        body = loss.body if loss.embed is None else {}
+        roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": body}
+        self.begins_to_watch = self._find(lane_pass.seed[0], roots)
 
-        Return whether lanes are watched from now on, which were not until now.
-        """
+    def _find(self, step: int, roots: Mapping[str, Any]) -> bool:
+        """Return whether lanes are watched from now on, which were not until now."""
         self._calls += 1
         is_watched = self.is_watched
         self._roots = {**roots, "modules": list(self._modules)}
@@ -188,9 +196,9 @@ class Reach:
         after.go_on(None)
         self._end(after, in_lane=True)
 
-    def end(self) -> None:
+    def report(self) -> None:
         """Forget the variables of the step, after its lanes."""
-        del self._roots
+        self._roots = {}
         self.looks_again = False  # no search for a lane that is computed again later
         if self.is_watched:
             self._last.lengths = [*map(len, self._last.containers)]

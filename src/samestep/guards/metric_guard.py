@@ -5,8 +5,7 @@ Each worker's metric would have the samples of its own lanes only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -16,7 +15,8 @@ from torch.nn import Module
 from samestep.data.attributes import plain_attributes
 from samestep.data.search import is_metric, is_metric_class, own_dict
 from samestep.errors import LossError
-from samestep.step.reach import Reach
+from samestep.guards.reach import Reach
+from samestep.step.lane_pass import LanePass, StepPlugin
 from samestep.user_code import is_installed
 
 MOST_CLASSES: Final = 256
@@ -24,10 +24,9 @@ MOST_ITEMS: Final = 16  # of a container that is searched for metrics
 MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
 # of a variable; `own` is an object of a user's class
 Role = Literal["metric", "tensor", "module", "container", "own"]
-NO_VARIABLES: Final[Mapping[str, Any]] = {}
 
 
-class MetricGuard:
+class MetricGuard(StepPlugin):
     """Refuses metric objects that a loss function updates, such as those of torchmetrics.
 
     Each worker's object would have the samples of its own lanes, and rank 0 would log its part.
@@ -35,20 +34,27 @@ class MetricGuard:
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
+        self._before: list[tuple[str, Any, Any]] = []  # metrics with their names and states
+        self._has_body = False
 
-    @contextmanager
-    def lanes(self, loss_fn: Any, body: Mapping[str, Any] = NO_VARIABLES) -> Iterator[None]:
-        """Raise `LossError` if the block updates a metric that the function or model reaches.
+    def begin(self, lane_pass: LanePass) -> None:
+        """Note the states of metrics that the loss function and the model reach.
 
-        Or one of the variables of a loop's body.
+        Also of the variables of a loop's body.
         """
+        loss = lane_pass.loss
+        body = loss.body if loss.embed is None else {}
+        self._has_body = bool(body)
         of_body = [pair for pair in body.items() if _accumulates(pair[1])]
-        metrics = [*self._reach.metrics(loss_fn), *of_body]
-        before = [_state_of(metric) for _, metric in metrics]
-        yield
-        for (name, metric), state in zip(metrics, before, strict=True):
+        metrics = [*self._reach.metrics(loss.embed or loss.fn), *of_body]
+        self._before = [(name, metric, _state_of(metric)) for name, metric in metrics]
+
+    def report(self) -> None:
+        """Raise `LossError` if a lane has updated one of them."""
+        before, self._before = self._before, []
+        for name, metric, state in before:
             if _state_of(metric) != state:
-                raise _updated(name, metric, in_body=bool(body))
+                raise _updated(name, metric, in_body=self._has_body)
 
 
 def _updated(name: str, metric: Any, *, in_body: bool) -> LossError:
@@ -110,7 +116,7 @@ def _accumulates(value: Any) -> bool:
 
 @lru_cache(maxsize=MOST_CLASSES)  # each step of a loop over lanes asks for each of its variables
 def _role_of(kind: type) -> Role | None:
-    if is_metric_class(kind):  # type: ignore[arg-type]
+    if is_metric_class(kind):
         return "metric"
     if issubclass(kind, Tensor):
         return "tensor"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
 from samestep.data.search import Search
-from samestep.step import reach as module
-from samestep.step.reach import Reach
+from samestep.guards import reach as module
+from samestep.guards.reach import Reach
+from samestep.step.lane_pass import LossSpec
 
 
 def deep(layers=100):
@@ -31,11 +34,11 @@ def counted(monkeypatch):
 
 
 def begin(reach, model, function=loss_fn, step=1):
-    reach.begin(step, loss_fn=function, embed=None, model=model, body={})
+    reach.begin(SimpleNamespace(loss=LossSpec(function, model), seed=(step, 0)))
     try:
         return reach.marks(), reach.is_watched
     finally:
-        reach.end()
+        reach.report()
 
 
 def test_only_the_first_call_searches_to_the_end(monkeypatch):

@@ -11,51 +11,46 @@ reads and replaces; a cache is not replaced, and the result of a layer is not re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from samestep.data.search import Reference
 from samestep.errors import LossError
-from samestep.step.lane_pass import NO_CONTEXT
-from samestep.step.reach import Marks, Place, Reach, is_plain, readable
-from samestep.torch_internals import without_storage
+from samestep.guards.reach import Marks, Place, Reach, is_plain, readable
+from samestep.step.hidden import FloatOfAnotherLane, placeholder_of
+from samestep.step.lane_pass import NO_CONTEXT, LanePass, StepPlugin
 
 
-class LaneState:
+class LaneState(StepPlugin):
     """What lanes may not change: the parameters and tensors that they reach."""
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
+        self._before: Marks | None = None
         self._set: dict[Place, Any] = {}  # by a lane, in watched calls
         self._replaced: set[Place] = set()  # by lanes, with other values each time
 
-    @contextmanager
-    def lanes(self, step: int, **roots: Any) -> Iterator[None]:
-        """Compute this worker's lanes in the block; they reach what `roots` reach.
-
-        Raises `LossError` if one of them changed a parameter, or another tensor in place.
-        """
-        reach = self._reach
-        if reach.begin(step, **roots):
+    def begin(self, lane_pass: LanePass) -> None:
+        """Note the state before the lanes of this worker."""
+        if self._reach.begins_to_watch:
             self._set.clear()
             self._replaced.clear()
-        before = reach.marks()
-        try:
-            yield
-        finally:
-            reach.end()
-        if (changed := reach.changed(before)) is not None:
+        self._before = self._reach.marks()
+
+    def report(self) -> None:
+        """Raise `LossError` if a lane changed a parameter, or another tensor in place."""
+        before, self._before = self._before, None
+        if before is not None and (changed := self._reach.changed(before)) is not None:
             raise self._changed(changed, before)
-        if reach.is_last_watched:
+        if self._reach.is_last_watched:
             self._set.clear()
 
-    def lane(self, lane: int) -> AbstractContextManager[None]:
+    def lane(self, lane_pass: LanePass, lane: int, batch: Any) -> AbstractContextManager[None]:
         """Return the context of a lane.
 
         Raises `LossError` if it reads a tensor that each lane replaces; only in watched calls.
@@ -88,7 +83,7 @@ class LaneState:
         hidden = []
         for place in self._replaced & self._set.keys() & places.keys():
             if before[place] is self._set[place]:
-                placeholder = _placeholder(before[place], readable(places[place]), lane)
+                placeholder = placeholder_of(before[place], readable(places[place]), lane)
                 places[place].put(placeholder)
                 hidden.append((places[place], placeholder, before[place]))
         try:
@@ -119,83 +114,6 @@ class LaneState:
             " made in the lane (torch.empty_like), or is a buffer: register_buffer(name, tensor,"
             " persistent=False) and run.replicate(model, buffers={'*name': 'first'})"
         )
-
-
-class _OfAnotherLane(Tensor):
-    """A placeholder for a tensor that an earlier lane left; all operations raise `LossError`."""
-
-    place: str
-    lane: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, name: str, lane: int) -> _OfAnotherLane:
-        """Return a placeholder that says which lane it is hidden from."""
-        kind = type(cls.__name__, (cls,), {"place": name, "lane": lane})
-        return without_storage(kind, tensor)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> None:
-        arguments = [*args, *(kwargs or {}).values()]
-        parts = [part for each in arguments for part in (each if type(each) is list else [each])]
-        placeholder = next(part for part in parts if isinstance(part, cls))
-        raise _was_read(placeholder.place, placeholder.lane)
-
-
-class FloatOfAnotherLane(float):
-    """A placeholder for a float that an earlier lane left; arithmetic raises `LossError`.
-
-    It is a float, so that code in C, such as that of torch, reads its value.
-    """
-
-    place: str
-    lane: int
-    is_hidden: bool
-
-    def __new__(cls, value: float, place: str, lane: int) -> Self:
-        self = super().__new__(cls, value)
-        self.place, self.lane, self.is_hidden = place, lane, True
-        return self
-
-    def __reduce__(self) -> tuple[type[float], tuple[str]]:
-        """Be copied and pickled as a plain float, such as in a list of results."""
-        return float, (float.__repr__(self),)
-
-    def show(self) -> None:
-        """Be a float like any other, because the lane has ended, which may have kept it."""
-        self.is_hidden = False
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def operation(self: FloatOfAnotherLane, *args: Any) -> Any:
-        if self.is_hidden:
-            raise _was_read(self.place, self.lane)
-        return getattr(float, name)(self, *args)
-
-    return operation
-
-
-BINARY: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-for each in (*BINARY, *(f"r{name}" for name in BINARY), "neg", "abs", "lt", "le", "gt", "ge"):
-    setattr(FloatOfAnotherLane, f"__{each}__", _refusing(f"__{each}__"))
-
-
-def _placeholder(value: Any, name: str, lane: int) -> Any:
-    """Return a placeholder for a tensor or float, which says which lane it is hidden from."""
-    if isinstance(value, Tensor):
-        return _OfAnotherLane.of(value, name, lane)
-    return FloatOfAnotherLane(value, name, lane)
-
-
-def _was_read(place: str, lane: int) -> LossError:
-    return LossError(
-        f"lane {lane} read {place}, which an earlier lane of this"
-        " worker had set, so the result would depend on the number of workers. Start each lane"
-        " from a fixed value; a state of a sequence comes with the batch of run.streams, an"
-        " average over samples is a buffer with a rule of run.replicate, and a metric is"
-        " returned in the dict of the loss function. Or set it in the body of the loop"
-    )
 
 
 def _differ(left: Any, right: Any) -> bool:
