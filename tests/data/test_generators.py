@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from samestep.data.batch import LaneStream
-from samestep.data.generators import MOST_ENTRIES, OBSERVED, ForeignGenerators, can_seed, find
+from samestep.data.generators import OBSERVED, ForeignGenerators, can_seed, find
 from samestep.data.loader import Request, load
+from samestep.data.search import MOST_ENTRIES
 
 NOISE = np.random.default_rng(0)
 

@@ -37,8 +37,8 @@ def mean_loss(model, batch):
 def entered_files(directory):
     """Return the files whose functions the main thread calls in one step, by their first call.
 
-    The step lasts from `run.backward` until the loop has the next batch. No snapshot is due, and no
-    garbage is collected, which could call finalizers.
+    The step lasts from `run.backward` until the loop has the next batch. No snapshot and no search
+    is due, and no garbage is collected, which could call finalizers.
     """
     entered = {}
 
@@ -47,8 +47,8 @@ def entered_files(directory):
         if event == "call" and path.is_relative_to(SOURCE):
             entered.setdefault(path.relative_to(SOURCE).as_posix())
 
-    pictures = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    train_set = TensorDataset(pictures, torch.arange(64) % 2)
+    pictures = torch.randn(144, 8, generator=torch.Generator().manual_seed(0))
+    train_set = TensorDataset(pictures, torch.arange(144) % 2)
     options = {"device": "cpu", "snapshot_every": None, "hot_every": None, "system_every": None}
     with ss.init(dir=directory, lanes=4, **options) as run:
         model = run.replicate(nn.Linear(8, 2))
@@ -56,11 +56,11 @@ def entered_files(directory):
         run.track(model=model, optimizer=optimizer)
         former = sys.getprofile()
         try:
-            for batch in run.batches(train_set, 16, steps=4):
-                if run.step == 1:  # the step before has warmed up
+            for batch in run.batches(train_set, 16, steps=9):
+                if run.step == 6:  # those before have warmed up, and found what the lanes reach
                     gc.disable()
                     sys.setprofile(note_call)
-                elif run.step == 2:
+                elif run.step == 7:
                     sys.setprofile(former)
                 means = run.backward(mean_loss, model, batch)
                 optimizer.step()

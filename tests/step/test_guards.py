@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -12,8 +14,10 @@ from torch.autograd import Variable, backward
 
 import samestep as ss
 from samestep.errors import LossError, OptimizerError, WorldError
+from samestep.guards.metric_guard import MetricGuard
+from samestep.guards.reach import Reach
 from samestep.step.guards import ManualGradients, check_same_call
-from samestep.step.metric_guard import MetricGuard
+from samestep.step.lane_pass import LossSpec
 from tests.workers import run_workers
 
 
@@ -118,6 +122,24 @@ class Holder(nn.Linear):
         self.metric = metric
 
 
+def guarded():
+    """Return a context for the lanes of a loss function and a model."""
+    reach = Reach([], None)
+    guard = MetricGuard(reach)
+
+    @contextmanager
+    def lanes(loss_fn, model):
+        lane_pass = SimpleNamespace(loss=LossSpec(loss_fn, model), seed=(1, 0))
+        reach.begin(lane_pass)
+        guard.begin(lane_pass)
+        del lane_pass, loss_fn
+        yield
+        reach.report()
+        guard.report()
+
+    return lanes
+
+
 @pytest.mark.parametrize("where", ["a closure", "the model"])
 @pytest.mark.parametrize(
     "make", [Average, torchmetrics.SumMetric, torchmetrics.CatMetric, torchmetrics.MeanMetric]
@@ -135,12 +157,12 @@ def test_a_metric_that_a_loss_function_updates_is_refused(make, where):
     loss_fn = loss_with_a_closure if where == "a closure" else loss_with_a_model
     name = "loss_fn: metric" if where == "a closure" else "model.metric"
     message = f"the loss function updated {name}, a {make.__name__}: .* logits.argmax"
-    guard = MetricGuard()
-    with guard.lanes(loss_fn, model):
+    lanes = guarded()
+    with lanes(loss_fn, model):
         pass
     metric.update(torch.ones(3))  # in the body of the loop
     for _ in range(2):
-        with pytest.raises(LossError, match=message), guard.lanes(loss_fn, model):
+        with pytest.raises(LossError, match=message), lanes(loss_fn, model):
             loss_fn(model, torch.ones(3))
 
 
@@ -152,12 +174,12 @@ def test_loss_functions_of_any_kind_are_searched_and_not_kept():
         def __call__(self, model, batch):
             return batch
 
-    guard = MetricGuard()
+    lanes = guarded()
     tensors = [torch.ones(1) for _ in range(40)]
     kept = [ref(tensor) for tensor in tensors]
     while tensors:
         for loss_fn in (Loss(1.0), partial(Loss(1.0), tensors.pop())):
-            with guard.lanes(loss_fn, None):
+            with lanes(loss_fn, None):
                 pass
     del loss_fn
     assert all(reference() is None for reference in kept)
@@ -166,5 +188,5 @@ def test_loss_functions_of_any_kind_are_searched_and_not_kept():
 def test_values_of_a_metric_may_be_read_in_a_loss():
     metric = Average()
     metric.update(torch.ones(3))
-    with MetricGuard().lanes(lambda model, batch: metric.compute(), None):
+    with guarded()(lambda model, batch: metric.compute(), None):
         metric.compute()

@@ -16,6 +16,7 @@ from samestep.comm.channel import Channel
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
+from samestep.guards import plugins_of
 from samestep.step import across_hosts, exchange, overlap
 from samestep.step.flat_buffer import SCALAR_STATE, ArrivingBuffer
 from samestep.step.lane_engine import LaneEngine
@@ -815,6 +816,7 @@ def test_without_a_plan_samples_are_counted_in_the_batches():
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_metric_updated_in_the_loss_would_have_the_lanes_of_one_worker(lanes):
     engine = LaneEngine(Alone(), Config(), lanes, [CPU])
+    engine.use(plugins_of(engine))
     metric = torchmetrics.SumMetric()
 
     def counting(model, batch):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import samestep as ss
 from samestep.config import Config
 from samestep.errors import ConfigError, RecheckError
+from samestep.guards import plugins_of
 from samestep.step import recheck
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.layout import lanes_of
@@ -232,6 +233,7 @@ def test_gradients_are_the_same_with_checks():
 
     def body(world, every):
         engine = LaneEngine(world, Config(recheck_every=every), 5, [torch.device("cpu")])
+        engine.use(plugins_of(engine))
         model = model_of(engine)
         left = []
         for step in range(5):

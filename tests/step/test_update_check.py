@@ -12,6 +12,7 @@ from torch import nn
 import samestep as ss
 from samestep.config import Config
 from samestep.errors import OptimizerError, RecheckError
+from samestep.guards import plugins_of
 from samestep.step import shard, update_check
 from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
@@ -286,6 +287,7 @@ def divided_among_hosts(world, across):
     """Return whether the updates of an optimizer of several hosts were repeated, and its model."""
     with noted() as compared:
         engine = LaneEngine(world, Config(recheck_every=1), LANES, [torch.device("cpu")])
+        engine.use(plugins_of(engine))
         model = model_of(engine)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         engine.shards.append(Shard(optimizer, LANES, world, across=across))

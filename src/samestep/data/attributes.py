@@ -19,7 +19,7 @@ from zipfile import ZipFile
 
 import torch
 
-from samestep.data.generators import Reference, own_dict, walk
+from samestep.data.search import Reference, own_dict, walk
 from samestep.errors import DataError
 from samestep.torch_internals import versions_of
 from samestep.user_code import is_installed
@@ -41,7 +41,7 @@ class AttributeCheck:
     def __init__(self, **roots: Any) -> None:
         inside = (
             (reference.name, value)
-            for reference, value, _ in walk(**roots)
+            for reference, value, *_ in walk(**roots)
             if _is_held(reference, roots) and own_dict(value)
         )
         owners = list(islice(inside, MOST_OWNERS))
@@ -123,7 +123,7 @@ class OpenFile(NamedTuple):
 def open_files(**roots: Any) -> list[OpenFile]:
     """Return the files that the `roots` reach and that are open for reading."""
     found: dict[int, OpenFile] = {}
-    for reference, value, _ in walk(**roots):
+    for reference, value, *_ in walk(**roots):
         file = value.fp if isinstance(value, ZipFile) else value
         file = file.fileobj if isinstance(file, TarFile) else file
         if isinstance(file, IOBase) and (position := _position(file)) is not None:

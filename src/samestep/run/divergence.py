@@ -14,14 +14,15 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from samestep.comm.base import World
-from samestep.data.generators import KINDS, can_seed, find, get_state, observe
+from samestep.data.generators import can_seed, find, get_state, observe
 from samestep.data.nested import tensors_in
 from samestep.data.random_state import set_generators
+from samestep.data.search import KINDS
 from samestep.errors import DivergenceError
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
 from samestep.step.hashing import bytes_of, hash_of, majority
-from samestep.step.lane_pass import LanePass, LossSpec
+from samestep.step.lane_pass import LanePass, LossSpec, StepPlugin
 
 OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
 MOST_VALUES: Final = 2000  # of one attribute that are compared
@@ -197,7 +198,7 @@ def _describe(sums: Sequence[str | None], hosts: Sequence[str]) -> str:
     return f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the majority"
 
 
-class LaneObserver:
+class LaneObserver(StepPlugin):
     """Reports to `samestep verify` what a lane changes that is not a parameter or buffer.
 
     These are the generators that its loss function and model reach and that nothing seeds, and

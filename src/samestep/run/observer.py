@@ -15,13 +15,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from samestep.data.generators import (
-    KINDS,
-    can_seed,
-    get_state,
-    observe,
-    walk,
-)
+from samestep.data.generators import can_seed, get_state, observe
+from samestep.data.search import KINDS, walk
 from samestep.run.divergence import summary
 from samestep.snapshot.manifest import NAME
 from samestep.user_code import is_installed, is_users
@@ -93,12 +88,12 @@ def values_of(variables: Mapping[str, Any]) -> dict[str, str]:
 
     for name, value in variables.items():
         note(name, value)
-    for _, value, parts in walk(**variables):
+    for _, value, parts, _ in walk(**variables):
         hides = is_installed(type(value)) and not isinstance(value, CONTAINERS)
-        for part in parts:
+        for part, content in parts:
             is_private = part.name.rpartition(".")[2].startswith("_")
             if not (hides and is_private):
-                note(part.name, part.value())
+                note(part.name, content)
     return {_readable(name): value for name, value in values.items()}
 
 

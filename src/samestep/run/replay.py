@@ -11,7 +11,7 @@ import math
 import os
 import pdb  # noqa: T100  what the option --debug is for
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -32,15 +32,14 @@ from samestep.data.random_state import key, keyed
 from samestep.record.events import to_json
 from samestep.run.alerts import worst_of
 from samestep.step.gradients import Gradients
-from samestep.step.lane_engine import LaneEngine, StepResult
-from samestep.step.lane_pass import LanePass
+from samestep.step.lane_engine import LaneEngine
+from samestep.step.lane_pass import LanePass, StepPlugin, StepResult
 from samestep.step.lane_results import split_loss
 from samestep.step.shard import Shard
 from samestep.storage import write_atomically
 from samestep.user_code import is_users
 
 REQUEST: Final = "SAMESTEP_INTERNAL_REPLAY"  # JSON; set by samestep replay
-Inspect = Callable[[Gradients, Tensor | None], object]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class LaneReport:
     samples: list[list[Any]] = field(default_factory=list)
 
 
-class Replay:
+class Replay(StepPlugin):
     """Looks at the lanes of this worker in the step of a request."""
 
     def __init__(self, request: Request, rank: int) -> None:
@@ -99,6 +98,7 @@ class Replay:
         self._seen: dict[int, tuple[LanePass, Any]] = {}  # of the current call, by lane
         self._worst: dict[int, int | None] = {}  # the lane to look at closely, if any, by call
         self._where = ""  # the first value that is not finite in the current lane's forward
+        self._pass: LanePass | None = None  # of the step to look at
 
     @property
     def saves_state(self) -> bool:
@@ -109,16 +109,18 @@ class Replay:
         """Note an optimizer, whose parameter groups have gradient norms."""
         self._optimizers.append((name, optimizer, shard))
 
-    def lane(
-        self, lane_pass: LanePass, lane: int, batch: Any
-    ) -> AbstractContextManager[Inspect | None]:
-        """Return a context around a lane's passes that yields what gets its gradients."""
-        if lane_pass.seed[0] != self._request.step:
-            return nullcontext()
-        return self._look(lane_pass, lane, batch)
+    def begin(self, lane_pass: LanePass) -> None:
+        """Look at the lanes of the step, all of whose gradients stay until backward has ended."""
+        self._pass = lane_pass if lane_pass.seed[0] == self._request.step else None
+        if self._pass is not None:
+            lane_pass.keep_gradients()
+
+    def lane(self, lane_pass: LanePass, lane: int, batch: Any) -> AbstractContextManager[None]:
+        """Return a context around a lane's passes."""
+        return nullcontext() if self._pass is None else self._look(lane_pass, lane, batch)
 
     @contextmanager
-    def _look(self, lane_pass: LanePass, lane: int, batch: Any) -> Iterator[Inspect]:
+    def _look(self, lane_pass: LanePass, lane: int, batch: Any) -> Iterator[None]:
         call = lane_pass.seed[1]
         report = LaneReport(lane, call, self._rank)
         self._reports[call, lane] = report
@@ -127,9 +129,6 @@ class Replay:
             self._save_batch(lane, batch, indices)
         self._seen[lane] = lane_pass, batch
         self._where = _nonfinite_input(batch, indices)
-
-        def inspect(gradients: Gradients, weight: Tensor | None) -> None:
-            self._add_gradients(report, lane_pass, gradients, weight)
 
         # modules are named as in the first replicated module that has them
         paths = {
@@ -148,7 +147,7 @@ class Replay:
         debugger = self._debugger(lane_pass, lane)
         try:
             with debugger or nullcontext():
-                yield inspect
+                yield
         finally:
             hook.remove()
             report.nonfinite = self._where or report.nonfinite
@@ -159,11 +158,13 @@ class Replay:
         # the body of a loop over lanes already runs; a loss function will be called
         return LaneDebugger(sys._getframe() if lane_pass.loss.fn is None else None)  # noqa: SLF001
 
-    def _add_gradients(
-        self, report: LaneReport, lane_pass: LanePass, gradients: Gradients, weight: Tensor | None
-    ) -> None:
+    def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
         """Add the norms of a lane's gradients, one per parameter or None, by parameter group."""
-        scale = 1.0 if weight is None else float(weight)
+        report = self._reports.get((lane_pass.seed[1], lane))
+        if self._pass is None or report is None:  # the latter without samples
+            return
+        weight = lane_pass.weights.get(lane)
+        scale = 1.0 if weight is None else float(weight.flatten()[0])
         squares: dict[str, float] = {}
         groups = self._groups()
         names = {
@@ -199,18 +200,15 @@ class Replay:
             groups |= {place: f"{name} {number}" for place, number in numbers.items()}
         return groups
 
-    def add_results(
-        self, batch: Batch, call: tuple[int, int], result: StepResult, *, is_shared: bool
-    ) -> None:
-        """Add the results of all lanes; write the reports of this worker's lanes.
-
-        A loss that `is_shared` is that of all lanes, so none is the worst.
-        """
-        step, number = call
-        if step != self._request.step:
+    def end(self, result: StepResult) -> None:
+        """Add the results of all lanes; write the reports of this worker's lanes."""
+        lane_pass, self._pass = self._pass, None
+        if lane_pass is None:
             return
+        batch, number = lane_pass.batch, lane_pass.seed[1]
         worst = self._request.lane
-        if worst is None and result.results and not is_shared:
+        # a loss of the whole batch is that of all lanes, so none is the worst
+        if worst is None and result.results and not lane_pass.is_shared:
             losses = [lane.metrics["loss"] for lane in result.results]
             worst = result.results[worst_of(losses)].lane
         self._worst[number] = worst

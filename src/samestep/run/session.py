@@ -9,7 +9,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from samestep.data.agreement import DataCheck
 from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
 from samestep.errors import RecordError, SamestepError
+from samestep.guards import plugins_of
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.masking import mask_urls
@@ -54,7 +55,6 @@ from samestep.snapshot.read import Snapshot
 from samestep.step.deterministic import replaced_kernels
 from samestep.step.graph_choice import LaneGraphs
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.lane_pass import unobserved
 
 
 class Session:
@@ -236,23 +236,16 @@ class Session:
 
     def _make_lanes(self, modules: list[torch.nn.Module]) -> LaneEngine:
         """Return the engine, which checks every step of an optimizer until the run ends."""
-        observe: Callable[..., AbstractContextManager[Any]] = unobserved
         graphs = None
         if self.replay is None:  # which looks into each lane
             graphs = LaneGraphs.of(self.config, self.devices[0], self._say_of_graphs)
+        engine = LaneEngine(self.world, self.config, self.config.lanes or 1, self.devices, graphs)
+        plugins = plugins_of(engine)
         if is_observed():  # `samestep verify` looks for changes by lanes
-            observe = LaneObserver(self.world.rank, modules).lane
+            plugins.insert(0, LaneObserver(self.world.rank, modules))
         elif self.replay is not None:
-            observe = self.replay.lane
-        engine = LaneEngine(
-            self.world,
-            self.config,
-            self.config.lanes or 1,
-            self.devices,
-            observe,
-            keeps_gradients=self.replay is not None,
-            graphs=graphs,
-        )
+            plugins.insert(0, self.replay)
+        engine.use(plugins)
         self._exits.callback(engine.close)
         # of all optimizers, tracked or not
         hook = register_optimizer_step_pre_hook(engine.optimizers.before_step)

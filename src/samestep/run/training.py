@@ -12,12 +12,12 @@ from samestep.comm.base import World
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
 from samestep.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from samestep.guards.metric_guard import state_of_body
 from samestep.metrics import Means
 from samestep.run.progress import Progress
 from samestep.run.session import Session
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import Count, LaneResult, LossFn, LossSpec, Reduction
-from samestep.step.metric_guard import state_of_body
 from samestep.step.scaling import GradScaler, clip_gradients
 from samestep.step.whole_batch import embeddings_of_one_lane, loss_of_one_lane
 
@@ -151,9 +151,6 @@ class Training:
                 raise NonFiniteLossError(f"{error}; {advice}") from None
             raise
         progress.receive(result.notes)  # of all workers, sent along with the losses
-        if self._session.replay is not None:
-            is_shared = self._lanes.shares(loss)
-            self._session.replay.add_results(batch, call, result, is_shared=is_shared)
         self._look_at(batch, call, result.results, loss)
         if result.skipped is not None:
             progress.skipped.add(progress.step, result.skipped)

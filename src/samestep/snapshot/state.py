@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.step.lane_state import FloatOfAnotherLane
+from samestep.step.hidden import FloatOfAnotherLane
 from samestep.step.layout import TensorSlice
 from samestep.torch_internals import STATE_METADATA
 

@@ -14,7 +14,7 @@ from samestep.step.gradients import Gradients, take_gradients
 from samestep.step.graph_choice import GraphedLane, LaneGraphs
 from samestep.step.guards import is_out_of_memory, refuse_accumulated
 from samestep.step.lane_graph import Cuts, LaneValues, LaneWork, in_order
-from samestep.step.lane_pass import Inspect, LanePass, LossFn
+from samestep.step.lane_pass import LanePass, LossFn
 from samestep.step.lane_results import split_loss
 from samestep.step.replicas import Replica
 
@@ -52,7 +52,7 @@ class GraphedPass(LanePass):
         self._scalars.forget(lane)
 
     def _compute(
-        self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
+        self, lane: int, replica: Replica, batch: Any, count: float
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         work = self._work(lane, replica, batch, self._factor(count))
         with self._graphs.lane(work) as graphed:
@@ -60,8 +60,8 @@ class GraphedPass(LanePass):
                 if (values := graphed.forward()) is not None:
                     return values.scalars, self._replayed(lane, replica, count, graphed, values)
                 if graphed.is_compared:
-                    self._delay_exchange(lane)
-            scalars, gradients = yield from super()._compute(lane, replica, batch, count, inspect)
+                    self.delay_exchange(lane)
+            scalars, gradients = yield from super()._compute(lane, replica, batch, count)
             if graphed is not None:
                 graphed.check(scalars, gradients)
         return scalars, gradients

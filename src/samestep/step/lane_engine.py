@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -24,31 +24,23 @@ from samestep.step.graphed_pass import GraphedPass
 from samestep.step.guards import (
     ModelGuard,
     OptimizerGuard,
-    check_divisors,
     check_same_call,
     nonfinite_error,
     nonfinite_loss,
 )
-from samestep.step.lane_pass import LaneContext, LanePass, LaneResult, LossSpec
-from samestep.step.lane_state import LaneState
-from samestep.step.metric_guard import MetricGuard
+from samestep.step.lane_pass import (
+    LaneContext,
+    LanePass,
+    LaneResult,
+    LossSpec,
+    StepPlugin,
+    StepPlugins,
+    StepResult,
+)
 from samestep.step.overlap import Overlap, Overlaps, flat_buffers_of
-from samestep.step.recheck import Recheck
 from samestep.step.scaling import scaled_together
 from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of all lanes of a global batch, and the notes that the workers attached.
-
-    `skipped` says why the batch has no gradient, if it was skipped.
-    """
-
-    results: list[LaneResult]
-    notes: list[Any]
-    skipped: str | None = None
 
 
 class GpuClock:
@@ -95,6 +87,22 @@ class GpuClock:
         return seconds
 
 
+@dataclass
+class _Call:
+    """One call of `backward`: the parameters, their exchanges, and gradients that they had.
+
+    Later also the gradients of this worker's subtrees, [subtrees, parameters], each a tensor or
+    None. `started` is the time at which the current phase began.
+    """
+
+    parameters: Parameters
+    overlap: Overlap
+    earlier: Gradients
+    started: float
+    own_gradients: list[Gradients] = field(default_factory=list)
+    computed: torch.cuda.Event | None = None
+
+
 class LaneEngine(LaneContext):
     """Computes gradients over all lanes, and holds the state shared between steps."""
 
@@ -103,18 +111,6 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
-        self._state = LaneState(
-            self.models.modules,
-            self.config.check_every,
-            self.buffers.places,
-            self.world.wait_for_gpu,
-        )
-        self._metrics = MetricGuard()
-        self._recheck = (
-            Recheck(self, self.models.modules, self.shards) if self.config.recheck_every else None
-        )
-        if self.lanes > 1:
-            self.watch = self._state.lane
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self.gpu_clock = GpuClock(self.devices[0])
@@ -125,9 +121,12 @@ class LaneEngine(LaneContext):
             self.shards,
             self.manual.has_nested,
             has_one_device=len(self.devices) == 1,
-            keeps_gradients=self.keeps_gradients,
         )
         self._calls = 0  # of `backward`, also those that failed
+
+    def use(self, plugins: Sequence[StepPlugin]) -> None:
+        """Let plugins watch all steps, in this order."""
+        self.plugins = StepPlugins(plugins)
 
     def add(self, module: Module, rules: Mapping[str, Rule] | None = None) -> None:
         """Register a replicated module for training, with `rules` for its buffers."""
@@ -204,71 +203,85 @@ class LaneEngine(LaneContext):
         not finite and such batches are skipped.
         """
         self._calls += 1
+        call = self._begin(update)
+        with self._restoring(call):
+            # each lane: forward and backward; then this worker adds the subtrees of its own lanes
+            lane_pass = self._pass_of(loss, batch, seed, call)
+            report = yield from self._compute(lane_pass, call)
+            reports, notes = self._exchange(call, report, note)
+            result = self._result(lane_pass, reports, notes)
+            self._end_buffers(reports, result)
+        self._set_gradients(call, reports, result, lane_pass.scale(result.results))
+        self.plugins.end(result)
+        return result
+
+    def _begin(self, update: Module) -> _Call:
+        """Return a call for the parameters of a module, with room for their gradients."""
         started = time.perf_counter()
         parameters = self.models.trainable(update)
         overlap = self._overlaps.of(parameters, self._calls)
         self.manual.forget_cleared()
-        earlier = self._make_room(parameters, overlap)
-        with self._restoring(parameters, earlier, overlap):
-            # each lane: forward and backward; then this worker adds the subtrees of its own lanes
-            lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
-            check = None if self._recheck is None else self._recheck.begin(lane_pass)
-            if self.graphs is not None:
-                embeds = loss.embed is not None
-                self.graphs.begin(loss.fn, loss.model, seed[0], embeds=embeds)
-            begun = self.gpu_clock.mark()
-            with self.manual.lanes(), self.refusals(), self._watched(loss, seed[0]):
-                # [subtrees, parameters], each a tensor or None
-                own_gradients = yield from lane_pass.run()
-                if check is not None:  # of the hardware: one lane once more
-                    check.repeat()
-            computed = self.gpu_clock.mark()
-            report = self._report(lane_pass, own_gradients, started)
-            if check is not None:
-                report["recheck"] = check.report()
+        return _Call(parameters, overlap, self._make_room(parameters, overlap), started)
 
-            started = time.perf_counter()
-            reports, notes = self._exchange(overlap, own_gradients, report, note)
-            results = _results_of(reports)
-            if check is not None:
-                check.compare([report["recheck"] for report in reports])
-            check_divisors([entry for report in reports for entry in report["divisors"]])
-            skipped = self._skip_reason(results, seed[0], loss)
-            self._end_buffers(reports, results, is_skipped=skipped is not None)
-        scale = lane_pass.scale(results)
-        if overlap.buckets:
-            overlap.set_gradients(parameters, _missing(parameters, reports, skipped), scale)
-        elif skipped is None:
-            # a single worker: its only subtree is the whole tree
-            _set_gradients(parameters, own_gradients[0], scale)
-        if earlier:
-            _add_earlier(parameters, earlier)
-        self.optimizers.seal(parameters)
-        self.exchange_seconds += time.perf_counter() - started
-        self.gpu_clock.add("compute", begun, computed)
-        self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
-        return StepResult(results, notes, skipped)
+    def _compute(self, lane_pass: LanePass, call: _Call) -> LaneSteps[dict[str, Any]]:
+        """Compute the gradients of this worker's subtrees, and return its report, as JSON.
+
+        Loading and exchanges do not count as computation.
+        """
+        self.plugins.begin(lane_pass)
+        begun = self.gpu_clock.mark()
+        with self.manual.lanes(), self.refusals():
+            call.own_gradients = yield from lane_pass.run()
+            self.world.wait_for_gpu()
+            of_plugins = self.plugins.report()
+        call.computed = self.gpu_clock.mark()
+        self.gpu_clock.add("compute", begun, call.computed)
+        report = lane_pass.report(call.own_gradients)  # reads losses, which a GPU has computed
+        elsewhere = lane_pass.inputs.data_seconds + lane_pass.exchange_seconds
+        self.compute_seconds += time.perf_counter() - call.started - elsewhere
+        self.exchange_seconds += lane_pass.exchange_seconds
+        return {**report, "plugins": of_plugins}
 
     def _exchange(
-        self,
-        overlap: Overlap,
-        own_gradients: Sequence[Gradients],
-        report: Mapping[str, Any],
-        note: Callable[[], Any],
+        self, call: _Call, report: Mapping[str, Any], note: Callable[[], Any]
     ) -> tuple[list[Any], list[Any]]:
         """Exchange gradients and reports; return the reports and notes of all workers, by rank.
 
         Slice s of every subtree's gradient, [subtrees, parameters], goes to worker s, and the
         losses go to all workers.
         """
-        overlap.finish(own_gradients)  # those that were not put during backward
-        call = self._calls, report, note()
-        receive = self.world.begin_all_gather_json(call, "exchanging losses")
-        overlap.start()  # the remaining exchanges, while the message is on its way
+        call.started = time.perf_counter()
+        call.overlap.finish(call.own_gradients)  # those that were not put during backward
+        message = self._calls, report, note()
+        receive = self.world.begin_all_gather_json(message, "exchanging losses")
+        call.overlap.start()  # the remaining exchanges, while the message is on its way
         # all workers synchronize here
         calls, reports, notes = zip(*receive(), strict=True)  # [workers] each, by rank
         check_same_call(calls)
         return list(reports), list(notes)
+
+    def _result(self, lane_pass: LanePass, reports: Sequence[Any], notes: list[Any]) -> StepResult:
+        """Return the results of all lanes, unless a plugin refuses what workers report."""
+        results = _results_of(reports)
+        self.plugins.compare([report["plugins"] for report in reports])
+        skipped = self._skip_reason(results, lane_pass.seed[0], lane_pass.loss)
+        return StepResult(results, notes, skipped)
+
+    def _set_gradients(
+        self, call: _Call, reports: Sequence[Any], result: StepResult, scale: float
+    ) -> None:
+        """Set `.grad` to the mean over all lanes, added to the gradients of earlier calls."""
+        parameters, skipped = call.parameters, result.skipped
+        if call.overlap.buckets:
+            call.overlap.set_gradients(parameters, _missing(parameters, reports, skipped), scale)
+        elif skipped is None:
+            # a single worker: its only subtree is the whole tree
+            _set_scaled(parameters, call.own_gradients[0], scale)
+        if call.earlier:
+            _add_earlier(parameters, call.earlier)
+        self.optimizers.seal(parameters)
+        self.exchange_seconds += time.perf_counter() - call.started
+        self.gpu_clock.add("exchange", call.computed, self.gpu_clock.mark())
 
     def _skip_reason(self, results: Sequence[LaneResult], step: int, loss: LossSpec) -> str | None:
         """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
@@ -287,20 +300,6 @@ class LaneEngine(LaneContext):
     def shares(self, loss: LossSpec) -> bool:
         """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
         return loss.embed is not None and self.lanes > 1
-
-    @contextmanager
-    def _watched(self, loss: LossSpec, step: int) -> Iterator[None]:
-        """Compute this worker's lanes in the block; they may not change what others read."""
-        if self.lanes == 1:  # it has all samples, on the only worker
-            yield
-            return
-        # a body that gets the embeddings of all lanes does the same on all workers
-        body = loss.body if loss.embed is None else {}
-        roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": body}
-        function = loss.embed or loss.fn
-        # metrics are compared first, because their error says more than that of their tensors
-        with self._state.lanes(step, **roots), self._metrics.lanes(function, loss.model, body):
-            yield
 
     def _make_room(self, parameters: Parameters, overlap: Overlap) -> Gradients:
         """Return copies of the gradients to which this call adds, none if they are clear.
@@ -321,12 +320,7 @@ class LaneEngine(LaneContext):
         return earlier
 
     def _pass_of(
-        self,
-        loss: LossSpec,
-        batch: Batch,
-        parameters: Parameters,
-        seed: tuple[int, ...],
-        overlap: Overlap,
+        self, loss: LossSpec, batch: Batch, seed: tuple[int, ...], call: _Call
     ) -> LanePass:
         """Return the passes of this worker's lanes for a loss.
 
@@ -334,48 +328,37 @@ class LaneEngine(LaneContext):
         batch compares the embeddings of all lanes, so each lane has two passes: to its embeddings
         and, when all workers have computed the loss, back from the gradients of its embeddings.
         """
-        if self.shares(loss):
-            return WholeBatchPass(self, loss, batch, parameters, seed, overlap)
         kind = LanePass if self.graphs is None else GraphedPass
-        return kind(self, loss, batch, parameters, seed, overlap)
+        if self.shares(loss):
+            kind = WholeBatchPass
+        lane_pass = kind(self, loss, batch, call.parameters, seed, call.overlap)
+        if self.graphs is not None:
+            embeds = loss.embed is not None
+            self.graphs.begin(loss.fn, loss.model, seed[0], embeds=embeds)
+        return lane_pass
 
-    def _report(
-        self, lane_pass: LanePass, own_gradients: Sequence[Gradients], started: float
-    ) -> dict[str, Any]:
-        """Return the report of a pass. Loading and exchanges do not count as its computation."""
-        self.world.wait_for_gpu()
-        report = lane_pass.report(own_gradients)  # reads losses, after a GPU has computed them
-        elsewhere = lane_pass.inputs.data_seconds + lane_pass.exchange_seconds
-        self.compute_seconds += time.perf_counter() - started - elsewhere
-        self.exchange_seconds += lane_pass.exchange_seconds
-        return report
-
-    def _end_buffers(
-        self, reports: Sequence[Any], results: Sequence[LaneResult], *, is_skipped: bool
-    ) -> None:
+    def _end_buffers(self, reports: Sequence[Any], result: StepResult) -> None:
         """Agree on the buffers that any lane wrote, or return to those before a skipped batch."""
         written = sorted({number for report in reports for number in report["buffers"]})
         self.buffers.learn(number for report in reports for number in report["late"])
-        if is_skipped:
+        if result.skipped is not None:
             self.buffers.restore()
             return
-        self.buffers.end_step(written, [result.lane for result in results])
+        self.buffers.end_step(written, [lane.lane for lane in result.results])
 
     @contextmanager
-    def _restoring(
-        self, parameters: Parameters, earlier: Gradients, overlap: Overlap
-    ) -> Iterator[None]:
+    def _restoring(self, call: _Call) -> Iterator[None]:
         """If the block fails, leave buffers and gradients as before this call."""
         try:
             yield
         except BaseException:
             self.buffers.restore()
-            for parameter, gradient in zip_longest(parameters, earlier):
+            for parameter, gradient in zip_longest(call.parameters, call.earlier):
                 parameter.grad = gradient
-            for bucket in overlap.buckets:
+            for bucket in call.overlap.buckets:
                 if bucket.flat_buffer is not None:
                     bucket.flat_buffer.show()
-            self.optimizers.seal(parameters)
+            self.optimizers.seal(call.parameters)
             raise
 
 
@@ -404,7 +387,7 @@ def _missing(parameters: Parameters, reports: Sequence[Any], skipped: str | None
     return set.intersection(*(set(report["missing"]) for report in reports))
 
 
-def _set_gradients(parameters: Parameters, gradients: Gradients, scale: float) -> None:
+def _set_scaled(parameters: Parameters, gradients: Gradients, scale: float) -> None:
     scaled = scaled_together(gradients, parameters, scale)
     for parameter, gradient in zip(parameters, scaled, strict=True):
         parameter.grad = gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -45,7 +45,6 @@ from samestep.torch_internals import (
 )
 
 LossFn = Callable[[Any, Any], Any]
-Inspect = Callable[[Gradients, Tensor | None], object]  # gets a lane's gradients and their weight
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
@@ -81,31 +80,111 @@ class LaneResult:
     metrics: dict[str, Any]
 
 
-def unobserved(*_: object) -> AbstractContextManager[None]:
-    """Return a context that does nothing."""
-    return NO_CONTEXT
+@dataclass(frozen=True)
+class StepResult:
+    """The results of all lanes of a global batch, and the notes that the workers attached.
+
+    `skipped` says why the batch has no gradient, if it was skipped.
+    """
+
+    results: list[LaneResult]
+    notes: list[Any]
+    skipped: str | None = None
+
+
+class StepPlugin:
+    """What watches a step from outside, such as a guard; all workers have the same ones in order.
+
+    A step is one call of `run.backward`. A plugin overrides the methods that it needs; the others
+    are not called. Each may raise an error, after which gradients and buffers are as before.
+    """
+
+    def begin(self, lane_pass: LanePass) -> None:
+        """Prepare for a step, before this worker computes its lanes. May be collective."""
+
+    def lane(self, lane_pass: LanePass, lane: int, batch: Any) -> AbstractContextManager[Any]:
+        """Return a context for the computation of a lane from its batch, on its device."""
+        return NO_CONTEXT
+
+    def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
+        """Look at the gradients of a lane, before they are added to those of others."""
+
+    def report(self) -> Any:
+        """Return JSON for `compare`, after the lanes of this worker."""
+
+    def compare(self, reports: Sequence[Any]) -> None:
+        """Compare the reports of all workers, by rank, before gradients are set."""
+
+    def end(self, result: StepResult) -> None:
+        """Look at the results of the step, after gradients are set."""
+
+
+class StepPlugins:
+    """The plugins of a run, of which each step calls what they have."""
+
+    def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
+        def having(method: str) -> list[Any]:
+            default = getattr(StepPlugin, method)
+            return [plugin for plugin in plugins if getattr(type(plugin), method) is not default]
+
+        self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
+        self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
+
+    def begin(self, lane_pass: LanePass) -> None:
+        """Prepare all of them for a step."""
+        for plugin in self._begin:
+            plugin.begin(lane_pass)
+
+    def lane(self, lane_pass: LanePass, lane: int, batch: Any) -> AbstractContextManager[Any]:
+        """Return a context for a lane: those of all of them, the first one outermost."""
+        contexts = [plugin.lane(lane_pass, lane, batch) for plugin in self._lane]
+        contexts = [context for context in contexts if context is not NO_CONTEXT]
+        return _nested(contexts) if contexts else NO_CONTEXT
+
+    def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
+        """Let all of them look at the gradients of a lane."""
+        for plugin in self._after:
+            plugin.after_lane(lane_pass, lane, gradients)
+
+    def report(self) -> list[Any]:
+        """Return the report of each, as JSON."""
+        return [plugin.report() for plugin in self._report]
+
+    def compare(self, reports: Sequence[Sequence[Any]]) -> None:
+        """Let each compare its reports of all workers; `reports` are those of `report`, by rank."""
+        for plugin, own in zip(self._report, zip(*reports, strict=True), strict=True):
+            if plugin in self._compare:
+                plugin.compare(own)
+
+    def end(self, result: StepResult) -> None:
+        """Let all of them look at the results of the step."""
+        for plugin in self._end:
+            plugin.end(result)
+
+
+@contextmanager
+def _nested(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @dataclass
 class LaneContext:
     """The lanes of one worker, with the devices, replicas and buffers that their passes use.
 
-    `observe` is entered for each lane, with its pass, number and batch, and may return what gets
-    the lane's gradients; `samestep verify` looks for changes, and `samestep replay` at the lane.
-    `watch` is entered with its number, to refuse state of earlier lanes. With `keeps_gradients`,
-    none are sent during backward, so that `observe` gets all of them. `graphs` may compute a lane.
+    `graphs` may compute a lane.
     """
 
     world: World
     config: Config
     lanes: int
     devices: Sequence[torch.device]
-    observe: Callable[[LanePass, int, Any], AbstractContextManager[Any]] = unobserved
-    watch: Callable[[int], AbstractContextManager[Any]] = nullcontext
-    keeps_gradients: bool = False
     graphs: LaneGraphs | None = None
 
     def __post_init__(self) -> None:
+        self.plugins = StepPlugins()
         # at least one lane per device
         self.own = lanes_of(self.world.rank, self.world.size, self.lanes)
         self.replicas = Replicas(self.devices, self.own)
@@ -220,8 +299,6 @@ class LanePass:
     parameters: Parameters
     seed: tuple[int, ...]
     overlap: Overlap
-    # gets gradients of each lane before they are added
-    after_lane: Callable[[int, Gradients], None] | None = None
 
     def __post_init__(self) -> None:
         self.context.world.status.set_activity("loading data")
@@ -230,6 +307,7 @@ class LanePass:
         self._scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
         self.exchange_seconds = 0.0  # of `run`
         self.watched: int | None = None  # the lane that is computed again
+        self.weights: dict[int, Tensor | None] = {}  # of the gradients, by lane; None is 1
         self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
         # what `overlap` gave: gradients of each subtree, by number of the parameter
         self._in_exchange: Mapping[int, Gradients] = {}
@@ -269,8 +347,7 @@ class LanePass:
             if span[1] - span[0] > 1:
                 return None
             lane_gradients = yield from self._run_lane(span[0], replica)
-            if self.after_lane is not None:
-                self.after_lane(span[0], lane_gradients)
+            self.context.plugins.after_lane(self, span[0], lane_gradients)
             yield None
             return lane_gradients
 
@@ -280,26 +357,37 @@ class LanePass:
         for span in [span for lanes in parts for span in subtrees(lanes, self.context.lanes)]:
             self._sums[span] = yield from tree_steps(span, gradients, add_gradients)
 
-    def watch_lane(self, lane: int, note: Callable[[int, Gradients], None]) -> None:
-        """Prepare to repeat a lane of any worker, and call `note` after each lane of this one.
-
-        The gradients of `lane` go into exchanges after that.
-        """
-        self.watched, self.after_lane = lane, note
-        self._delay_exchange(lane)
+    def watch_lane(self, lane: int) -> None:
+        """Prepare to repeat a lane of any worker. Its gradients go into exchanges after it."""
+        self.watched = lane
+        self.delay_exchange(lane)
 
     def repeat(self, lane: int, batch: Batch) -> Gradients:
         """Return the gradients of the lane that is watched, computed here from a batch with it.
 
         Buffers must have the values from which lanes start.
         """
-        return replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None).compute(lane)
+        return replace(self, batch=batch, overlap=NO_OVERLAP).compute(lane)
 
     def compute(self, lane: int) -> Gradients:
         """Return the gradients of a lane, computed on this worker's first device."""
         first = self.context.replicas.all[0].device
         with generators_restored(), self.context.keep_casts():
             return finished(self._run_lane(lane, Replica(0, first, range(lane, lane + 1))))
+
+    def keep_gradients(self) -> None:
+        """Let all lanes keep their gradients until their backward pass has ended."""
+        self.delay_exchange(self.context.own[-1])
+
+    def delay_exchange(self, lane: int) -> None:
+        """Let a lane keep its gradients until its backward pass has ended: they are compared."""
+        if lane == self.context.own[-1]:
+            self.overlap = NO_OVERLAP
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the loss compares samples of all lanes, so that it is no lane's own."""
+        return self.loss.embed is not None and self.context.lanes > 1
 
     def scale(self, results: Iterable[LaneResult]) -> float:
         """Return the factor from the sum of gradients to the gradient of the mean."""
@@ -309,7 +397,7 @@ class LanePass:
         return (self.inputs.total or 1) / (math.fsum(result.count for result in results) or 1)
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
-        """Return JSON: lane results, parameters without a gradient, buffers, divisors of means."""
+        """Return JSON: lane results, parameters without a gradient, buffers."""
         buffers, scalars = self.context.buffers, self._scalars
         buffers.end_lanes(scalars.copy)
         scalars.wait()
@@ -323,8 +411,12 @@ class LanePass:
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written(),
             "late": buffers.late(),
-            "divisors": scalars.divisors(),
         }
+
+    def divisors(self) -> list[tuple[int, float, list[float]]]:
+        """Return (lane, items, divisors) of the means of cross-entropies, of lanes with some."""
+        self._scalars.wait()
+        return self._scalars.divisors()
 
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         if lane not in self.inputs.batches:  # no samples
@@ -352,19 +444,15 @@ class LanePass:
         batch = self.inputs.moved(lane, replica)
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
-        with (
-            context.replicas.on(replica),
-            context.observe(self, lane, batch) as inspect,
-            context.watch(lane),
-        ):
+        with context.replicas.on(replica), context.plugins.lane(self, lane, batch):
             self._seed(lane)
-            _, gradients = yield from self._compute(lane, replica, batch, count, inspect)
+            _, gradients = yield from self._compute(lane, replica, batch, count)
             if context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         return gradients
 
     def _compute(
-        self, lane: int, replica: Replica, batch: Any, count: float, inspect: Inspect | None
+        self, lane: int, replica: Replica, batch: Any, count: float
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         """Return the scalars of a lane on its device, and its gradients. It leaves its buffers."""
         with self.context.user_code():
@@ -380,12 +468,9 @@ class LanePass:
         if self.context.lanes > 1:  # a single lane leaves in buffers what it wrote
             self.context.buffers.end_forward(lane, replica.number, self._scalars.copy)
         factor = self._factor(count)
-        # of the loss's shape; None is 1
-        weights = [None if factor is None else torch.full_like(loss, factor)]
-        gradients = self._differentiate(lane, [loss], weights, replica.of(self.parameters))
-        if inspect is not None:
-            inspect(gradients, weights[0])
-        return scalars, gradients
+        weight = None if factor is None else torch.full_like(loss, factor)
+        self.weights[lane] = weight
+        return scalars, self._differentiate(lane, [loss], [weight], replica.of(self.parameters))
 
     def _differentiate(
         self,
@@ -419,11 +504,6 @@ class LanePass:
 
     def _seed(self, lane: int) -> None:
         set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
-
-    def _delay_exchange(self, lane: int) -> None:
-        """Let a lane keep its gradients until its backward pass has ended: they are compared."""
-        if lane == self.context.own[-1]:
-            self.overlap = NO_OVERLAP
 
 
 def counted(count: Count, batch: Any, where: str) -> float:

@@ -349,7 +349,7 @@ class EarlyCopies(Overlap):
 class Overlaps:
     """The exchanges of parameters that are trained together, each created once.
 
-    A single worker exchanges nothing. With `keeps_gradients`, nothing is sent during backward.
+    A single worker exchanges nothing.
     """
 
     def __init__(
@@ -361,12 +361,11 @@ class Overlaps:
         has_nested: Callable[[], bool],
         *,
         has_one_device: bool,
-        keeps_gradients: bool,
     ) -> None:
         """`shards` are those of sharded optimizers, and may become more."""
         self._world, self._lanes, self._round_to = world, lanes, round_to
         self._shards, self._has_nested = shards, has_nested
-        self._has_one_device, self._keeps_gradients = has_one_device, keeps_gradients
+        self._has_one_device = has_one_device
         self._by_parameters: dict[tuple[int, ...], Overlap] = {}
         # of the last step, found by identity: a key of all parameter ids takes longer to make
         self._last: tuple[Parameters, int, Overlap] | None = None
@@ -395,8 +394,6 @@ class Overlaps:
     def _new(self, parameters: Parameters) -> Overlap:
         world = self._world
         own_buckets = self._buckets_of(parameters) if world.size > 1 else []
-        if self._keeps_gradients:
-            return Overlap(own_buckets)
         # Several hosts, or GPUs, each of which counts as one: send during the last backward. With
         # several devices per worker, sums are complete only when all devices are done.
         if own_buckets and len(world.hosts) > 1 and self._has_one_device:

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from samestep.data.generators import (
+from samestep.data.generators import can_seed, find, get_state
+from samestep.data.search import (
     KINDS,
     MOST_ENTRIES,
     Reference,
-    can_seed,
-    find,
-    get_state,
     global_references,
     own_dict,
     walk,
@@ -59,7 +57,8 @@ class ReachedValues:
                 for content in own_dict(module), parameters_in(module), buffers_in(module):
                     self._add(place, content)
         seen: set[tuple[int, Any]] = set()
-        for reference, value, parts in walk(**roots):
+        for reference, value, held, _ in walk(**roots):
+            parts = (part for part, _ in held)
             self._add_object(reference.name, value)
             for part in chain(parts, global_references(reference.name, value)):
                 place_key = id(part.owner), part.key if isinstance(part.key, (str, int)) else None

@@ -26,7 +26,7 @@ from samestep.data.nested import tensors_in
 from samestep.errors import ConfigError, RecheckError
 from samestep.step.gradients import Gradients
 from samestep.step.hashing import begin_hashes, hashes_of, majority
-from samestep.step.lane_pass import LaneContext, LanePass
+from samestep.step.lane_pass import LaneContext, LanePass, StepPlugin
 from samestep.step.layout import lanes_of
 from samestep.step.shard import Shard
 from samestep.step.update_check import UpdateCheck
@@ -44,7 +44,7 @@ NOT_DETERMINISTIC: Final = (
 Hashes = Mapping[str, int]
 
 
-class Recheck:
+class Recheck(StepPlugin):
     """The checks of one worker: every `recheck_every` steps, each lane in turn."""
 
     def __init__(
@@ -57,12 +57,14 @@ class Recheck:
         if context.devices[0].type == "cuda" and not context.config.deterministic:
             raise ConfigError(NOT_DETERMINISTIC.format(self._every))
         self.passed_step: int | None = None  # the last one whose check found nothing
+        self._check: LaneCheck | None = None  # of the current step
 
-    def begin(self, lane_pass: LanePass) -> LaneCheck | None:
-        """Return the check of this pass, None unless its step is due.
+    def begin(self, lane_pass: LanePass) -> None:
+        """Prepare the check of this pass, if its step is due. Collective for streams.
 
         Raises `ConfigError` if its lanes cannot be computed again.
         """
+        self._check = None
         if lane_pass.loss.fn is None:
             raise ConfigError(NEEDS_FUNCTION.format(self._every))
         for shard in self._shards[len(self._updates) :]:
@@ -71,7 +73,7 @@ class Recheck:
             update.begin(lane_pass.seed[0], self._every)
         number, rest = divmod(lane_pass.seed[0] + 1, self._every)
         if rest:
-            return None
+            return
         # every lane in turn, and then the same lanes by other workers
         counts, lanes, world = lane_pass.batch.counts, self._context.lanes, self._context.world
         with_samples = [lane for lane in range(lanes) if counts is None or counts[lane]]
@@ -80,9 +82,27 @@ class Recheck:
         owner = next(
             rank for rank in range(world.size) if lane in lanes_of(rank, world.size, lanes)
         )
-        check = LaneCheck(self, lane_pass, lane, owner, _checker(world, owner, turn))
-        check.begin()
-        return check
+        self._check = LaneCheck(self, lane_pass, lane, owner, _checker(world, owner, turn))
+        self._check.begin()
+
+    def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
+        """Hash the gradients of the lane that is checked."""
+        if self._check is not None:
+            self._check.note(lane, gradients)
+
+    def report(self) -> dict[str, Hashes] | None:
+        """Compute the lane again on the worker that checks it; return JSON for `compare`."""
+        if self._check is None:
+            return None
+        self._check.repeat()
+        self._context.world.wait_for_gpu()
+        return self._check.report()
+
+    def compare(self, reports: Sequence[Any]) -> None:
+        """Compare the reports of all workers. Raises `RecheckError` on all of them."""
+        if self._check is not None:
+            self._check.compare(reports)
+            self._check = None
 
     def note_passed(self, step: int) -> None:
         """Remember the last step whose check found nothing."""
@@ -136,9 +156,10 @@ class LaneCheck:
             self._sent = world.all_gather_object(batches.get(self.lane), what)[self.owner]
         if world.rank == self.owner:
             self._batch_hash = _hash_of_batch(batches.get(self.lane))
-        lane_pass.watch_lane(self.lane, self._note)
+        lane_pass.watch_lane(self.lane)
 
-    def _note(self, lane: int, gradients: Gradients) -> None:
+    def note(self, lane: int, gradients: Gradients) -> None:
+        """Hash the gradients of a lane, if it is the one that is checked."""
         if lane == self.lane:
             self._first = self._begin_hashes(gradients, self._batch_hash)
 

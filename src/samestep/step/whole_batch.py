@@ -85,7 +85,7 @@ class WholeBatchPass(LanePass):
 
         Loss functions may keep what they have seen.
         """
-        repeated = replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None)
+        repeated = replace(self, batch=batch, overlap=NO_OVERLAP)
         repeated.begin_second(lane, self._embeddings, self._kept)
         return repeated.compute(lane)
 
@@ -132,19 +132,13 @@ class WholeBatchPass(LanePass):
         if count == 0:
             return gradients
         embed = cast(LossFn, self.loss.embed)
-        with (
-            context.replicas.on(replica),
-            context.observe(self, lane, batch) as inspect,
-            context.watch(lane),
-        ):
+        with context.replicas.on(replica), context.plugins.lane(self, lane, batch):
             set_generators(key(context.config.seed, "lane", *self.seed, lane))
             with context.user_code():
                 form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
             if self._is_second:
                 context.buffers.end_forward(lane, replica.number, self._scalars.copy)
                 gradients = self._continue(lane, embeddings, replica)
-                if inspect is not None:
-                    inspect(gradients, None)
                 self._scalars.add(lane, count, self._loss_scalars)
             else:  # the graph is built and dropped: without it, torch may choose other kernels
                 self._form = form

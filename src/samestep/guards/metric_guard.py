@@ -5,64 +5,56 @@ Each worker's metric would have the samples of its own lanes only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from torch import Tensor
 from torch.nn import Module
 
 from samestep.data.attributes import plain_attributes
-from samestep.data.generators import own_dict, walk
+from samestep.data.search import is_metric, is_metric_class, own_dict
 from samestep.errors import LossError
+from samestep.guards.reach import Reach
+from samestep.step.lane_pass import LanePass, StepPlugin
 from samestep.user_code import is_installed
 
-MOST_FUNCTIONS: Final = 16
 MOST_CLASSES: Final = 256
 MOST_ITEMS: Final = 16  # of a container that is searched for metrics
 MOST_ELEMENTS: Final = 2**20  # of a tensor that may be a state of a loop's body
 # of a variable; `own` is an object of a user's class
 Role = Literal["metric", "tensor", "module", "container", "own"]
-NO_VARIABLES: Final[Mapping[str, Any]] = {}
 
 
-class MetricGuard:
+class MetricGuard(StepPlugin):
     """Refuses metric objects that a loss function updates, such as those of torchmetrics.
 
     Each worker's object would have the samples of its own lanes, and rank 0 would log its part.
     """
 
-    def __init__(self) -> None:
-        self._metrics: dict[Any, list[tuple[str, Any]]] = {}  # by loss function
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._before: list[tuple[str, Any, Any]] = []  # metrics with their names and states
+        self._has_body = False
 
-    @contextmanager
-    def lanes(
-        self, loss_fn: Any, model: Any, body: Mapping[str, Any] = NO_VARIABLES
-    ) -> Iterator[None]:
-        """Raise `LossError` if the block updates a metric that the function or model reaches.
+    def begin(self, lane_pass: LanePass) -> None:
+        """Note the states of metrics that the loss function and the model reach.
 
-        Or one of the variables of a loop's body.
+        Also of the variables of a loop's body.
         """
-        function = loss_fn
-        while isinstance(function, partial):
-            function = function.func
-        if len(self._metrics) == MOST_FUNCTIONS:  # such as those that a loop makes in each step
-            self._metrics.clear()
-        key = getattr(function, "__code__", type(function)), id(function)
-        if key not in self._metrics:
-            self._metrics[key] = [
-                (reference.name, value)
-                for reference, value, _ in walk(loss_fn=loss_fn, model=model)
-                if is_metric(value)
-            ]
+        loss = lane_pass.loss
+        body = loss.body if loss.embed is None else {}
+        self._has_body = bool(body)
         of_body = [pair for pair in body.items() if _accumulates(pair[1])]
-        metrics = self._metrics[key] + of_body
-        before = [_state_of(metric) for _, metric in metrics]
-        yield
-        for (name, metric), state in zip(metrics, before, strict=True):
+        metrics = [*self._reach.metrics(loss.embed or loss.fn), *of_body]
+        self._before = [(name, metric, _state_of(metric)) for name, metric in metrics]
+
+    def report(self) -> None:
+        """Raise `LossError` if a lane has updated one of them."""
+        before, self._before = self._before, []
+        for name, metric, state in before:
             if _state_of(metric) != state:
-                raise _updated(name, metric, in_body=bool(body))
+                raise _updated(name, metric, in_body=self._has_body)
 
 
 def _updated(name: str, metric: Any, *, in_body: bool) -> LossError:
@@ -122,16 +114,9 @@ def _accumulates(value: Any) -> bool:
     return are_plain and not kinds.isdisjoint({int, float})
 
 
-def is_metric(value: Any) -> bool:
-    """Return whether an object accumulates a metric: torchmetrics, torcheval, ignite, or alike."""
-    return _role_of(type(value)) == "metric"  # type: ignore[arg-type]
-
-
 @lru_cache(maxsize=MOST_CLASSES)  # each step of a loop over lanes asks for each of its variables
 def _role_of(kind: type) -> Role | None:
-    methods = ("update", "compute"), ("reset", "merge", "merge_state")
-    required, any_of = ([callable(getattr(kind, m, None)) for m in names] for names in methods)
-    if all(required) and any(any_of):
+    if is_metric_class(kind):
         return "metric"
     if issubclass(kind, Tensor):
         return "tensor"

@@ -1,0 +1,28 @@
+"""Refusals of what lanes must not do, each a plugin of the step."""
+
+from __future__ import annotations
+
+from samestep.guards.divisors import DivisorCheck
+from samestep.guards.lane_state import LaneState
+from samestep.guards.metric_guard import MetricGuard
+from samestep.guards.reach import Reach
+from samestep.step.lane_engine import LaneEngine
+from samestep.step.lane_pass import StepPlugin
+from samestep.step.recheck import Recheck
+
+
+def plugins_of(engine: LaneEngine) -> list[StepPlugin]:
+    """Return what watches the steps of an engine; a single lane may do anything."""
+    plugins: list[StepPlugin] = []
+    if engine.config.recheck_every:
+        plugins.append(Recheck(engine, engine.models.modules, engine.shards))
+    if engine.lanes == 1:  # it has all samples, on the only worker
+        return plugins
+    reach = Reach(
+        engine.models.modules,
+        engine.config.check_every,
+        engine.buffers.places,
+        engine.world.wait_for_gpu,
+    )
+    # metrics are compared first, because their error says more than that of their tensors
+    return [*plugins, reach, MetricGuard(reach), LaneState(reach), DivisorCheck()]

@@ -1,0 +1,336 @@
+"""What the lanes of a worker reach, for those who refuse that lanes change it.
+
+The first call with a loss function searches to the end, once before and once after its first lane.
+A search is repeated when something tells that there may be more: in the calls after the first, at
+growing intervals, at every check, and when a container has got entries. Each later call then takes
+a few objects further, so that no step is longer than others. Once a search is complete, lanes are
+watched for some calls. What is compared in each call are versions and addresses of tensors; their
+bits, because writes through `.data` change no version, are compared along with each search.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from types import GeneratorType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from samestep.data.search import Found, Reference, Search, is_metric, own_dict
+from samestep.step.hashing import hashes_of
+from samestep.step.lane_pass import LanePass, StepPlugin
+from samestep.torch_internals import MODULE_ATTRIBUTES, versions_of
+
+WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
+MOST_OBJECTS: Final = 48  # that a later call searches
+MOST_GROWTHS: Final = 2  # of a container; one that grows all the time is a list of results
+MOST_KNOWN: Final = 256  # loss functions
+MOST_CLOSURES: Final = 16
+FEWEST_HASHED: Final = 16  # tensors whose bits a call compares
+PASS_CALLS: Final = 16  # that compare the bits of all tensors
+REGISTERED: Final = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
+Place = tuple[int, Any]  # the id of a reference's owner, and the key there
+
+
+@dataclass
+class _Pass:
+    """A search, and what it has found so far."""
+
+    search: Search
+    first_call: int
+    tensors: list[Reference] = field(default_factory=list)
+    numbers: list[Reference] = field(default_factory=list)
+    metrics: dict[int, tuple[str, Any]] = field(default_factory=dict)  # by id, with their names
+    containers: list[Any] = field(default_factory=list)  # lists, dicts, attributes of objects
+    lengths: list[int] = field(default_factory=list)  # of the containers, when they were found
+    of_all: dict[str, Any] = field(default_factory=dict)  # what computes the loss of all lanes
+
+    def add(self, roots: Mapping[str, Any]) -> None:
+        """Search what these roots reach, too."""
+        if roots["embed"] is None:
+            self.search.add(roots)
+        else:  # then all workers call the loss function the same way, so it may update metrics
+            self.of_all["loss_fn"] = roots["loss_fn"]
+            self.search.add({name: root for name, root in roots.items() if name != "loss_fn"})
+
+    def go_on(self, most: int | None) -> bool:
+        """Search `most` further objects, or all; return whether the search is complete."""
+        for found in islice(self.search, most):
+            self._note(found)
+            is_of_body = found.reference.name.startswith("body")  # which has a guard of its own
+            if is_metric(found.value) and not is_of_body:
+                self.metrics.setdefault(id(found.value), (found.reference.name, found.value))
+        if self.search.is_complete and self.of_all:  # not what lanes reach, too
+            self.search.add(self.of_all)
+            self.of_all = {}
+            for found in self.search:
+                self._note(found)
+        return self.search.is_complete
+
+    def _note(self, found: Found) -> None:
+        """Note the tensors and floats that an object holds, where others can be put.
+
+        Floats of classes of installed packages are left out: they are settings, and times of
+        progress bars. Of modules, the containers are their attributes and buffers.
+        """
+        reference, value, parts, is_of_user = found
+        container = None
+        if isinstance(value, (list, dict, deque)):
+            container = value if reference.key not in MODULE_ATTRIBUTES else None
+        elif type(value).__module__ != "builtins":  # not functions and methods
+            container = own_dict(value)
+        if container is not None:
+            self.containers.append(container)
+            self.lengths.append(len(container))
+        if isinstance(value, (tuple, GeneratorType)):
+            return
+        for part, content in parts:
+            if isinstance(content, Tensor):
+                self.tensors.append(part)
+            elif type(content) is float and is_of_user:
+                self.numbers.append(part)
+
+
+class Marks(NamedTuple):
+    """What changes if a lane changes a tensor in place."""
+
+    tensors: list[Tensor]
+    hashed: list[Tensor]  # those whose bits are compared in this call
+    others: list[tuple[Reference, Tensor]]  # those that are no parameters
+    values: list[list[int]]  # versions and addresses of the tensors, hashes of the hashed ones
+
+
+class Reach(StepPlugin):
+    """The parameters, other tensors, floats and metrics that lanes reach."""
+
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        check_every: int | None,
+        buffers: Callable[[], Mapping[Place, Any]] = dict,
+        wait_for_gpu: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`buffers` returns those of replicated modules, which have rules of their own.
+
+        `wait_for_gpu` notices a hang of earlier collectives, unlike a copy to the host.
+        """
+        self._modules, self._every = modules, check_every
+        self._buffers, self._wait_for_gpu = buffers, wait_for_gpu
+        self.places: dict[Place, Reference] = {}  # of tensors that are no parameters
+        self.numbers: dict[Place, Reference] = {}  # of floats
+        self.looks_again = False  # after the first lane of this call
+        self.begins_to_watch = False  # in this call
+        self._roots: dict[str, Any] = {}
+        self._parameters: dict[int, tuple[Tensor, str]] = {}  # by id, with their names
+        self._calls = 0
+        self._watched_until = 0  # the last call in which lanes are compared
+        self._known = set[Any]()  # loss functions
+        self._of_closures: dict[Any, dict[int, tuple[str, Any]]] = {}  # metrics, by closure
+        self._current: _Pass | None = None  # that goes on
+        self._last = _Pass(Search({}), 0)
+        self._growths: Counter[int] = Counter()  # of containers, by their id
+        self._hashed: int | None = None  # tensors in the comparison that goes on
+
+    def begin(self, lane_pass: LanePass) -> None:
+        """Find what lanes reach, before those of a step; all of it if the loss function is new."""
+        loss = lane_pass.loss
+        # a body that gets the embeddings of all lanes does the same on all workers
+        body = loss.body if loss.embed is None else {}
+        roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": body}
+        self.begins_to_watch = self._find(lane_pass.seed[0], roots)
+
+    def _find(self, step: int, roots: Mapping[str, Any]) -> bool:
+        """Return whether lanes are watched from now on, which were not until now."""
+        self._calls += 1
+        is_watched = self.is_watched
+        self._roots = {**roots, "modules": list(self._modules)}
+        is_unknown = self._is_unknown()
+        is_due = self._is_due(step)
+        if self._hashed is None and (is_due or is_unknown):
+            self._hashed = 0
+        if self._current is None:
+            if is_due or (not is_watched and self._have_grown()):
+                self._current = _Pass(Search({}, only_state=True), self._calls)
+            elif is_watched or is_unknown:
+                self._current = self._last
+        self.looks_again = False
+        if self._current is None:
+            return False
+        self._current.add(self._roots)
+        if not self._current.go_on(None if is_unknown else MOST_OBJECTS):
+            return False
+        self.looks_again = is_unknown or self._current.first_call == self._calls
+        if not is_watched:  # such as those of earlier loss functions
+            self.places, self.numbers = {}, {}
+        if is_unknown or self._current is not self._last:
+            self._watched_until = self._calls + WATCHED_CALLS - 1
+        self._end(self._current)
+        self._current = None
+        return not is_watched
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether lanes are compared in this call."""
+        return self._calls <= self._watched_until
+
+    @property
+    def is_last_watched(self) -> bool:
+        """Whether this is the last call in which lanes are compared."""
+        return self._calls == self._watched_until
+
+    def look_again(self) -> None:
+        """Find what the first lane has made.
+
+        Its modules may have the parameters of another device, which are copied each step.
+        """
+        self.looks_again = False
+        after = _Pass(Search({}, only_state=True), self._calls)
+        after.add(self._roots)
+        after.go_on(None)
+        self._end(after, in_lane=True)
+
+    def report(self) -> None:
+        """Forget the variables of the step, after its lanes."""
+        self._roots = {}
+        self.looks_again = False  # no search for a lane that is computed again later
+        if self.is_watched:
+            self._last.lengths = [*map(len, self._last.containers)]
+
+    def metrics(self, loss_fn: Any) -> Sequence[tuple[str, Any]]:
+        """Return the metrics that lanes reach, with their names, also by a new closure."""
+        if len(self._of_closures) == MOST_CLOSURES:  # such as those that a loop makes in each step
+            self._of_closures.clear()
+        key = code_of(loss_fn), id(loss_fn)
+        if key not in self._of_closures:
+            closure = _Pass(self._last.search.beyond({"loss_fn": loss_fn}), self._calls)
+            closure.go_on(MOST_OBJECTS)
+            self._of_closures[key] = closure.metrics
+        return [*(self._of_closures[key] | self._last.metrics).values()]
+
+    def marks(self) -> Marks:
+        """Return the marks of what no lane may change."""
+        # not what belongs to a graph, such as stored activations, which would stay in memory
+        others = [
+            (reference, value)
+            for reference in self.places.values()
+            if is_plain(value := reference.value()) and value.grad_fn is None
+        ]
+        tensors = [tensor for tensor, _ in self._parameters.values()]
+        tensors += [tensor for _, tensor in others]
+        hashed = self._next_hashed(tensors)
+        if hashed:
+            self._wait_for_gpu()
+        return Marks(tensors, hashed, others, _values(tensors, hashed))
+
+    def changed(self, marks: Marks) -> Tensor | None:
+        """Return the first tensor that differs from its marks, None if none does."""
+        values = _values(marks.tensors, marks.hashed)
+        if values == marks.values:
+            return None
+        changed = {
+            id(tensor)
+            for tensors, before, after in zip(
+                (marks.tensors, marks.tensors, marks.hashed), marks.values, values, strict=True
+            )
+            for tensor, old, new in zip(tensors, before, after, strict=True)
+            if old != new
+        }
+        return next(tensor for tensor in marks.tensors if id(tensor) in changed)
+
+    def parameter_name(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter, None for other tensors."""
+        return self._parameters.get(id(tensor), (None, None))[1]
+
+    def _next_hashed(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors whose bits this call compares: all of them in the first one."""
+        if (start := self._hashed) is None:
+            return []
+        size = max(FEWEST_HASHED, -(-len(tensors) // PASS_CALLS))
+        end = len(tensors) if self._calls == 1 else start + size
+        self._hashed = end if end < len(tensors) else None
+        return tensors[start:end]
+
+    def _is_unknown(self) -> bool:
+        """Return whether a loss function, or a model, is not one of those before."""
+        roots = self._roots
+        codes = code_of(roots["loss_fn"]), code_of(roots["embed"])
+        key = (*codes, type(roots["model"]), len(self._modules))
+        if key in self._known:
+            return False
+        if len(self._known) == MOST_KNOWN:
+            self._known.clear()
+        self._known.add(key)
+        return True
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether this is one of the first calls, a check, or a power of two from 8 on."""
+        if self._every is not None and step % self._every == 0:
+            return True
+        return self._calls <= WATCHED_CALLS or (self._calls >= 8 and self._calls.bit_count() == 1)
+
+    def _have_grown(self) -> bool:
+        """Return whether a container has other entries than after the last search."""
+        last = self._last
+        lengths = [*map(len, last.containers)]
+        if lengths == last.lengths:
+            return False
+        changed = {
+            id(container)
+            for container, before, now in zip(last.containers, last.lengths, lengths, strict=True)
+            if before != now
+        }
+        last.lengths = lengths
+        self._growths.update(changed)
+        return any(self._growths[number] <= MOST_GROWTHS for number in changed)
+
+    def _end(self, found: _Pass, *, in_lane: bool = False) -> None:
+        """Take over what a search has found, except buffers with rules."""
+        self._last = found
+        found.search.keep_modules()
+        buffers = self._buffers()
+        registered = set(map(id, buffers.values()))  # a module may hold one under two names
+        for reference in found.numbers:
+            self.numbers[id(reference.owner), reference.key] = reference
+        for reference in found.tensors:
+            place, tensor = (id(reference.owner), reference.key), reference.value()
+            if isinstance(tensor, Parameter):
+                if not in_lane and is_plain(tensor):
+                    self._parameters.setdefault(id(tensor), (tensor, readable(reference)))
+            elif place not in buffers and id(tensor) not in registered:
+                self.places[place] = reference
+        found.numbers.clear()
+        found.tensors.clear()
+
+
+def code_of(function: Any) -> Any:
+    """Return what tells a function from others, but not from its other closures."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
+
+
+def readable(reference: Reference) -> str:
+    """Return the name of a tensor, for messages."""
+    return REGISTERED.sub(r".\1", reference.name)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether it is a tensor with a version, an address and bytes."""
+    return (
+        type(value) in {Tensor, Parameter}
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not (value.is_nested or value.is_inference() or value.is_conj() or value.is_neg())
+    )
+
+
+def _values(tensors: Sequence[Tensor], hashed: Sequence[Tensor]) -> list[list[int]]:
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return [versions_of(tensors), addresses, hashes_of(hashed) if hashed else []]
