@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from samestep.data.generators import own_dict
 from samestep.data.lane_flow import DATA, OF_LOOP, Effects, Flow, Path, is_within, path_of
+from samestep.data.search import own_dict
 from samestep.host import parse
 from samestep.user_code import is_users
 
