@@ -318,6 +318,28 @@ def test_a_dir_of_samestep_run_is_the_recipe_s(arguments, monkeypatch):
     assert (parsed.dir, parsed.settings) == (Path("runs/one"), ["steps=3"])
 
 
+@dataclass(frozen=True)
+class WithRate(Outer):
+    learning_rate: float = setting(1.0, "a rate")
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--steps", "3"], "--steps is no flag, but a setting; write steps=3"),
+        (["-step=3"], "-step is no flag, but a setting; write steps=3"),
+        (["--loud", "--dir", "x"], "--loud is no flag, but a setting; write loud=true"),
+        (["--Inner.Rate", "steps=3"], "--Inner.Rate is no flag, but a setting; write inner.rate=…"),
+        (["--lr", "3"], "--lr is no flag, but a setting; write learning_rate=3"),
+        (["--gpus", "0"], "unrecognized arguments: --gpus"),
+    ],
+)
+def test_a_setting_that_is_written_as_a_flag_is_said_in_the_form_to_write(words, instead, capsys):
+    with pytest.raises(SystemExit):
+        parser(WithRate, "").parse_intermixed_args(words)
+    assert instead in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
 def test_the_rank_that_launchers_pass_is_accepted_from_them_alone(flag, monkeypatch, capsys):
     with pytest.raises(SystemExit):
