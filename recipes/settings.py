@@ -71,6 +71,17 @@ class RunSettings:
     seed: int = setting(0, "determines all random draws")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
 
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings for the record, which says what changed when a run resumes.
+
+        Without those that the run decides at its first start, which later starts may name.
+        """
+        plain = asdict(self)
+        for name in ("lanes", "seed", "precision"):  # options of the run, which compares them
+            del plain[name]
+        plain.get("data", {}).pop("class_names", None)  # `write_run_settings` compares them
+        return plain
+
 
 def read(kind: type[S], sources: Iterable[str]) -> S:
     """Read settings from YAML files and then `key=value` texts. Raises `SettingsError`."""
@@ -144,8 +155,11 @@ def _remote() -> tuple[Any, str] | None:
 def write_run_settings(run: ss.Run, settings: Any) -> None:
     """Write settings into the run's directory, with the values that the run itself decided.
 
-    Raises `SettingsError` for float16 in a recipe that does not scale its loss.
+    Raises `SettingsError` for float16 in a recipe that does not scale its loss, and if the classes
+    of a run that resumes are others.
     """
+    if run.is_main and run.dir is not None and run.step > 0:
+        _check_class_names(run.dir / SETTINGS_FILE, settings)
     precisions = get_args(get_type_hints(type(settings))["precision"])
     if run.config.precision not in precisions:
         raise SettingsError(
@@ -154,6 +168,16 @@ def write_run_settings(run: ss.Run, settings: Any) -> None:
         )
     decided = {"lanes": run.lanes, "seed": run.config.seed, "precision": run.config.precision}
     write_settings(run.dir if run.is_main else None, replace(settings, **decided))
+
+
+def _check_class_names(path: Path, settings: Any) -> None:
+    names = getattr(getattr(settings, "data", None), "class_names", None)
+    before = OmegaConf.select(OmegaConf.load(path), "data.class_names") if path.exists() else None
+    if names is not None and before is not None and tuple(before) != tuple(names):
+        raise SettingsError(
+            f"data.class_names must be {list(before)}, as in {path} of the run that resumes, got "
+            f"{list(names)}; start a new run with another --dir"
+        )
 
 
 class Parser(argparse.ArgumentParser):
