@@ -281,12 +281,14 @@ PROGRAMS = (
 )
 
 
-def replacement(name: str) -> str | None:
-    """Return what to write instead of a flag or key of a replaced program; None for others."""
+def replacement(name: str, recipe: str) -> str | None:
+    """Return what to write instead of a flag or key of the program that a recipe replaces."""
     flag = name.partition("=")[0] if name.startswith("-") else name
     if flag.startswith("--"):
         flag = flag.replace("_", "-").lower()
     for program in PROGRAMS:
+        if not program.page.startswith(f"docs/recipes/{recipe}.md"):
+            continue
         for pattern, instead in program.names.items():
             if fnmatchcase(flag, pattern):
                 return f"{flag} is of {program.name}; here it is {instead} (see {program.page})"

@@ -30,6 +30,13 @@ S = TypeVar("S")
 SETTINGS_FILE = "settings.yaml"
 RUN_FILE = "run.json"  # in which samestep keeps the id of the run
 ENDINGS = (".yaml", ".yml")
+ALIASES = {  # what other programs call a setting
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "num_epochs": "epochs",
+    "num_workers": "loader_workers",
+    "resolution": "image_size",
+}
 LARGEST = 2**20  # bytes of a file
 TEXT_TYPES = ("str", "Path", "one of")  # their values are not parsed as YAML
 LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {  # none holds for NaN
@@ -64,10 +71,21 @@ class RunSettings:
     seed: int = setting(0, "determines all random draws")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: with autocast")
 
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings for the record, which says what changed when a run resumes.
+
+        Without those that the run decides at its first start, which later starts may name.
+        """
+        plain = asdict(self)
+        for name in ("lanes", "seed", "precision"):  # options of the run, which compares them
+            del plain[name]
+        plain.get("data", {}).pop("class_names", None)  # `write_run_settings` compares them
+        return plain
+
 
 def read(kind: type[S], sources: Iterable[str]) -> S:
     """Read settings from YAML files and then `key=value` texts. Raises `SettingsError`."""
-    types, config = {key: words for key, words, _ in _settings_of(kind)}, deepcopy(_defaults(kind))
+    types, config, recipe = _types(kind), deepcopy(_defaults(kind)), _recipe(kind)
     for key in types:  # a frozen dataclass is read-only
         OmegaConf.set_readonly(OmegaConf.select(config, key.rpartition(".")[0]), False)
     for source in sorted(sources, key=lambda source: not source.endswith(ENDINGS)):  # stable
@@ -75,9 +93,9 @@ def read(kind: type[S], sources: Iterable[str]) -> S:
         is_file = source.endswith(ENDINGS) and key not in types
         if not equals and not is_file:
             expected = f"expected a file that ends in .yaml or key=value, got {source!r}"
-            raise SettingsError(replacement(source) or expected)
+            raise SettingsError(replacement(source, recipe) or expected)
         for place, name, value in _read_file(Path(source)) if is_file else [("", key, text)]:
-            _update(config, types, place, name, value)
+            _update(config, types, place, name, value, recipe)
     try:
         settings = OmegaConf.to_object(config)
     except Exception as error:  # a value that OmegaConf treats as missing: ???
@@ -137,8 +155,11 @@ def _remote() -> tuple[Any, str] | None:
 def write_run_settings(run: ss.Run, settings: Any) -> None:
     """Write settings into the run's directory, with the values that the run itself decided.
 
-    Raises `SettingsError` for float16 in a recipe that does not scale its loss.
+    Raises `SettingsError` for float16 in a recipe that does not scale its loss, and if the classes
+    of a run that resumes are others.
     """
+    if run.is_main and run.dir is not None and run.step > 0:
+        _check_class_names(run.dir / SETTINGS_FILE, settings)
     precisions = get_args(get_type_hints(type(settings))["precision"])
     if run.config.precision not in precisions:
         raise SettingsError(
@@ -149,8 +170,20 @@ def write_run_settings(run: ss.Run, settings: Any) -> None:
     write_settings(run.dir if run.is_main else None, replace(settings, **decided))
 
 
+def _check_class_names(path: Path, settings: Any) -> None:
+    names = getattr(getattr(settings, "data", None), "class_names", None)
+    before = OmegaConf.select(OmegaConf.load(path), "data.class_names") if path.exists() else None
+    if names is not None and before is not None and tuple(before) != tuple(names):
+        raise SettingsError(
+            f"data.class_names must be {list(before)}, as in {path} of the run that resumes, got "
+            f"{list(names)}; start a new run with another --dir"
+        )
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose help and errors are printed by rank 0 only."""
+    """A parser whose help and errors are printed by rank 0 only; `kind` has the settings."""
+
+    kind: type = RunSettings
 
     def _print_message(self, *message_and_file: Any) -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -159,15 +192,30 @@ class Parser(argparse.ArgumentParser):
     def parse_intermixed_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse arguments, after an error for flags of the programs that recipes replace."""
+        """Parse arguments, after an error for flags of other programs that says what to write."""
         arguments = sys.argv[1:] if args is None else list(args)
-        for argument in arguments:
-            if argument.startswith("-") and (instead := replacement(argument)):
+        for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+            if argument.startswith("-") and (instead := self._instead(argument, following)):
                 self.error(instead)
         flags = super().parse_intermixed_args(arguments, namespace)
         if flags.local_rank is not None and "LOCAL_RANK" not in os.environ:
             self.error(f"--local-rank is for launchers, which also set LOCAL_RANK; write {LAUNCH}")
         return flags
+
+    def _instead(self, argument: str, following: str) -> str | None:
+        """Return what to write instead of a flag that is none of this parser's, None if unknown."""
+        flag, _, value = argument.partition("=")
+        if any(own.startswith(flag) for own in self._option_string_actions):  # or its beginning
+            return None
+        if instead := replacement(flag, _recipe(self.kind)):
+            return instead
+        types = _types(self.kind)
+        key = _nearest(types, flag.strip("-").lower().replace("-", "_"), cutoff=0.85)
+        if key is None:
+            return None
+        given = "" if following.startswith("-") or "=" in following else following
+        value = value or given or ("true" if types[key] == "bool" else "…")
+        return f"{flag} is no flag, but a setting; write {key}={value}"
 
     def check_output(self, directory: Path | None) -> None:
         """Make the directory for results; an error if that is not possible, before the work."""
@@ -190,6 +238,7 @@ def parser(kind: type, description: str) -> Parser:
         lines += [f"  {key}={default}", f"      {option.metadata['description']} ({words})"]
     style = argparse.RawDescriptionHelpFormatter
     made = Parser(description=description, epilog="\n".join(lines), formatter_class=style)
+    made.kind = kind
     files = "files and settings; settings override files, later ones override earlier ones"
     made.add_argument("settings", nargs="*", metavar="FILE.yaml|key=value", help=files)
     above = os.environ.get("SAMESTEP_DIR", "")  # the --dir of `samestep run`, which wins
@@ -292,15 +341,27 @@ def _load(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _update(config: Any, types: Mapping[str, str], place: str, key: str, value: Any) -> None:
+def _types(kind: type) -> dict[str, str]:
+    """Return the type of each setting in words."""
+    return {key: words for key, words, _ in _settings_of(kind)}
+
+
+def _recipe(kind: type) -> str:
+    """Return the name of the recipe that has these settings."""
+    return kind.__module__.split(".")[-2]
+
+
+def _update(
+    config: Any, types: Mapping[str, str], place: str, key: str, value: Any, recipe: str
+) -> None:
     if isinstance(value, dict) and value:
         for name in value:
-            _update(config, types, place, f"{key}.{name}", value[name])
+            _update(config, types, place, f"{key}.{name}", value[name], recipe)
         return
     text = _short(value)
     source = f"{place}{key}={text}"
     if key not in types:
-        hint = replacement(key) or f"unknown setting {key}; {_hint(types, key)}"
+        hint = replacement(key, recipe) or f"unknown setting {key}; {_hint(types, key)}"
         raise SettingsError(f"{source}: {hint}")
     if "${" in (value if isinstance(value, str) else text):  # OmegaConf would replace it
         raise SettingsError(f"{source}: references such as ${{key}} are not supported")
@@ -326,7 +387,15 @@ def _short(value: Any) -> str:
 def _hint(types: Mapping[str, str], key: str) -> str:
     if inside := [other for other in types if other.startswith(f"{key}.")]:
         return f"it is a section with {', '.join(inside)}"
+    near = _nearest(types, key)
+    return f"did you mean {near}?" if near else "--help lists every setting"
+
+
+def _nearest(types: Iterable[str], name: str, cutoff: float = 0.6) -> str | None:
+    """Return the key that is meant by a similar one, by an alias, or by the last part of either."""
+    types, last = list(types), name.rpartition(".")[2]
+    last = ALIASES.get(last, last)
     # The last part of a key matters as much as all of it: depth=6 means model.depth=6.
-    keys = {other.rpartition(".")[2]: other for other in reversed(types)} | {o: o for o in types}
-    near = get_close_matches(key, keys) or get_close_matches(key.rpartition(".")[2], keys)
-    return f"did you mean {keys[near[0]]}?" if near else "--help lists every setting"
+    keys = {key.rpartition(".")[2]: key for key in reversed(types)} | {key: key for key in types}
+    near = get_close_matches(name, keys, 1, cutoff) or get_close_matches(last, keys, 1, cutoff)
+    return keys[near[0]] if near else None

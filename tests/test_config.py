@@ -197,7 +197,11 @@ def test_snapshot_every_is_in_steps_or_minutes():
             "exchange_dtype must be bfloat16 or none, got 'float16'; did you mean bfloat16?",
         ),
         ({"exchange_dtype": 16}, {}, "exchange_dtype must be text or none, got 16"),
-        ({"device": "gpu"}, {}, "device must be one of auto, cpu, cuda, got 'gpu'"),
+        (
+            {"device": "gpu"},
+            {},
+            "device must be one of auto, cpu, cuda, got 'gpu'; did you mean cuda?",
+        ),
         ({"lanes": True}, {}, "lanes must be an integer or none, got True"),
         ({"lanes": 0}, {}, "lanes must be at least 1, got 0"),
         ({"deterministic": 1}, {}, "deterministic must be true or false, got 1"),

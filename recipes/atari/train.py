@@ -18,6 +18,7 @@ from recipes.atari.losses import td_loss
 from recipes.atari.play import play_games, scores_of, shown
 from recipes.atari.training import describe_rate, load_pretrained, make_networks, make_optimizer
 from recipes.progress import Progress
+from recipes.resume import settings_applied
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
-        settings=settings,
+        settings=settings.recorded(),
     ) as run:
         check(settings, run.lanes)
         networks = make_networks(settings)
@@ -55,7 +56,8 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
     online, target = networks["online"], networks["target"]
     target.load_state_dict(online.state_dict())
     optimizer = make_optimizer(online, settings)
-    run.track(**networks, optimizer=optimizer)  # restores them if resumed
+    with settings_applied(run, optimizer):  # not those of the snapshot
+        run.track(**networks, optimizer=optimizer)  # restores them if resumed
     run.print(describe_rate(settings))
     write_run_settings(run, settings)
     loss_fn = partial(td_loss, settings=settings.optimizer)

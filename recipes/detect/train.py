@@ -23,6 +23,7 @@ from recipes.detect.predict import predict
 from recipes.detect.pretrained import initialize
 from recipes.file_check import FileCheck
 from recipes.progress import Progress
+from recipes.resume import settings_applied
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
-        settings=settings,
+        settings=settings.recorded(),
     ) as run:
         if flags.eval and flags.dir and run.step == 0:  # no snapshot was found
             raise SettingsError("--eval needs the --dir of a run with a snapshot")
@@ -72,7 +73,8 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
     if settings.optimizer.shard:
         optimizer = run.shard(optimizer)
     scheduler = make_scheduler(optimizer, schedule)
-    run.track(model=model, optimizer=optimizer, scheduler=scheduler)  # restores them if resumed
+    with settings_applied(run, optimizer, scheduler):  # not those of the snapshot
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)  # restores them if resumed
     run.print(describe(schedule, settings.optimizer, settings.batch_size))
     write_run_settings(run, settings)
     loss_fn = partial(detection_loss, settings=settings.loss)

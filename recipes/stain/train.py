@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import samestep as ss
 from recipes.file_check import FileCheck
 from recipes.progress import Progress
+from recipes.resume import settings_applied
 from recipes.settings import SettingsError, run_script, write_run_settings
 from recipes.stain.config import Settings, read_arguments
 from recipes.stain.data import Split, open_strips
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
-        settings=settings,
+        settings=settings.recorded(),
     ) as run:
         if flags.resume and run.step == 0:  # no snapshot was found
             raise SettingsError(f"--continue needs a snapshot, and {flags.dir} has none")
@@ -54,8 +55,9 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
     if settings.optimizer.shard:
         optimizers = {name: run.shard(optimizer) for name, optimizer in optimizers.items()}
     schedulers = make_schedulers(settings, optimizers)
-    # track restores them if the run is resumed
-    run.track(**tracked(networks, optimizers, schedulers))
+    with settings_applied(run, *optimizers.values(), *schedulers.values()):
+        # restores them if resumed, but the settings are not those of the snapshot
+        run.track(**tracked(networks, optimizers, schedulers))
     run.print(describe_rates(settings.optimizer, settings.batch_size))
     write_run_settings(run, settings)
     loop = run.batches(

@@ -14,6 +14,7 @@ from torch import nn
 import samestep as ss
 from recipes.file_check import FileCheck
 from recipes.progress import Progress
+from recipes.resume import settings_applied
 from recipes.scores import write_scores
 from recipes.settings import SettingsError, read_arguments, run_script, write_run_settings
 from recipes.vit import training
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         lanes=settings.lanes,
         seed=settings.seed,
         precision=settings.precision,
-        settings=settings,
+        settings=settings.recorded(),
     ) as run:
         check = FileCheck(settings.data, flags.dir, run)
         images = open_images(settings.data, settings.model, check, train=not flags.eval)
@@ -68,8 +69,9 @@ def train(
     steps = loop.steps, loop.steps_per_epoch
     scheduler = training.make_scheduler(optimizer, settings.optimizer, *steps)
     scaler = run.grad_scaler(enabled=run.config.precision == "float16")
-    # restores them if resumed
-    run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    with settings_applied(run, optimizer, scheduler):  # not those of the snapshot
+        # restores them if resumed
+        run.track(**models, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     run.print(training.describe_batch(settings.batch_size, run.world_size, run.lanes))
     run.print(training.describe_rate(settings.optimizer, settings.batch_size))
     # with the names of the classes, --eval needs no training images

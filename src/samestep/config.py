@@ -25,6 +25,7 @@ TOKEN = "SAMESTEP_TOKEN"  # noqa: S105  the variable of the secret that a run's 
 SINKS = ("tensorboard", "mlflow", "wandb")
 MAX_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
 MAX_DEVICES = 1000
+MEANT = {"gpu": "cuda", "fp16": "float16", "fp32": "float32", "half": "float16"}  # by other names
 TYPE_NAMES = {
     int: "an integer",
     float: "a number",
@@ -367,7 +368,7 @@ def _error(name: str, expected: str, value: Any, choices: Sequence[str] = ()) ->
 
 
 def _suggestion(text: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(text, choices, n=1)
+    close = difflib.get_close_matches(MEANT.get(text.lower(), text), choices, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -37,30 +37,38 @@ _MAX_MODULES: Final = 1 << 20  # maximum size of the modules' names, in bytes
 
 
 class ScriptArguments(list[str]):
-    """The `sys.argv` of a script, which records in `are_read` whether it reads its arguments.
+    """The `sys.argv` of a script, which notes the arguments that the script reads.
 
-    `late` is a sentence about those that are options of `samestep run`. Copies are plain lists.
+    `late` has those that are options of `samestep run` by their position, with their values, and
+    `unread` those that were not read yet. Copies are plain lists.
     """
 
-    def __init__(self, words: Iterable[str], late: str) -> None:
+    def __init__(self, words: Iterable[str], late: Mapping[int, str]) -> None:
         super().__init__(words)
-        self.late, self.are_read = late, False
+        self.late, self.unread = late, dict(late)
 
     def __getitem__(self, key: Any) -> Any:
-        self.are_read |= key != 0  # the first one is the script
-        return super().__getitem__(key)
+        value, positions = super().__getitem__(key), range(len(self))[key]
+        for position in [positions] if isinstance(positions, int) else positions:
+            self.unread.pop(position, None)
+        return value
 
     def __iter__(self) -> Iterator[str]:
-        self.are_read = True
+        self.unread.clear()
         return super().__iter__()
 
-    def __len__(self) -> int:
-        self.are_read = True
-        return super().__len__()
-
     def __contains__(self, word: object) -> bool:
-        self.are_read = True
+        self.unread.clear()
         return super().__contains__(word)
+
+    def describe(self, options: Iterable[str]) -> str:
+        """Return what to do about options that came too late, "" for none."""
+        if not (texts := " ".join(options)):
+            return ""
+        return (
+            f"{texts} came after {super().__getitem__(0)}, which gets all arguments after it; "
+            "write options of samestep before the script"
+        )
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return list, (list(self),)

@@ -32,7 +32,6 @@ ALLOWED = {
     "integrations/lightning.py module.*": "Lightning: the module refers to its Trainer",
     "integrations/lightning.py trainer._logged": "a step of the same file, which logs to it",
     "launch/attempt.py captured.stack": "traceback: an exception that came from another process",
-    "launch/local.py error.args": "Python: the message of an exception",
     "launch/membership.py node.*": "records that only this state machine changes",
     "launch/membership.py *attempt.*": "records that only this state machine changes",
     "torch_internals.py module._create_c10d_store": "torch: its handlers cannot be replaced",

@@ -291,4 +291,5 @@ def test_settings_and_flags_of_the_recipes_are_never_taken_for_others(recipe):
     kind = getattr(recipes, recipe).config.Settings
     names = [key for key, _, _ in _settings_of(kind)]
     flags = ("--dir", "--eval", "--pretrained", "--out", "--continue", "--size", "--help", "-h")
-    assert [name for name in [*names, *flags, f"{recipe}.yaml"] if replacement(name)] == []
+    own = [*names, *flags, f"{recipe}.yaml"]
+    assert [name for name in own if replacement(name, recipe)] == []

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -14,12 +16,14 @@ from recipes.detect.coco import AnnotationError
 from recipes.pretrained import PretrainedError
 from recipes.settings import (
     SETTINGS_FILE,
+    RunSettings,
     SettingsError,
     parser,
     read,
     run_script,
     run_settings,
     setting,
+    write_run_settings,
     write_settings,
 )
 from recipes.stain.data import StripError
@@ -272,6 +276,42 @@ def test_settings_of_a_run_are_fetched_from_its_remote_copy(tmp_path, monkeypatc
         run_settings(tmp_path / "none")
 
 
+@dataclass(frozen=True)
+class Classes:
+    class_names: tuple[str, ...] | None = setting(None, "names")
+
+
+@dataclass(frozen=True)
+class Named(RunSettings):
+    data: Classes = field(default_factory=Classes)
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "after", "is_refused"),
+    [
+        (3, ["cat", "dog"], ("dog", "cat"), True),
+        (3, ["cat", "dog"], ("cat", "dog"), False),
+        (3, None, ("dog", "cat"), False),
+        (0, ["cat", "dog"], ("dog", "cat"), False),
+    ],
+)
+def test_a_run_that_resumes_keeps_the_order_of_its_classes(
+    step, before, after, is_refused, tmp_path
+):
+    write(tmp_path / SETTINGS_FILE, {"data": {"class_names": before}})
+    config = SimpleNamespace(precision="float32", seed=0)
+    run = SimpleNamespace(is_main=True, dir=tmp_path, step=step, config=config, lanes=2)
+    refused = pytest.raises(SettingsError, match=r"class_names must be \['cat', 'dog'\], as in .*")
+    with refused if is_refused else nullcontext():
+        write_run_settings(run, Named(data=Classes(after)))
+    names = before if is_refused else list(after)
+    assert yaml.safe_load((tmp_path / SETTINGS_FILE).read_text())["data"]["class_names"] == names
+
+
+def test_the_record_has_the_settings_without_what_the_run_decides():
+    assert Named(lanes=3, data=Classes(("cat",))).recorded() == {"data": {}}
+
+
 def test_an_empty_file_changes_nothing(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     assert read(Outer, [str(tmp_path / "empty.yaml")]) == Outer()
@@ -316,6 +356,28 @@ def test_a_dir_of_samestep_run_is_the_recipe_s(arguments, monkeypatch):
     monkeypatch.setenv("SAMESTEP_DIR", "runs/one")
     parsed = parser(Outer, "Do something.").parse_intermixed_args(["steps=3", *arguments])
     assert (parsed.dir, parsed.settings) == (Path("runs/one"), ["steps=3"])
+
+
+@dataclass(frozen=True)
+class WithRate(Outer):
+    learning_rate: float = setting(1.0, "a rate")
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--steps", "3"], "--steps is no flag, but a setting; write steps=3"),
+        (["-step=3"], "-step is no flag, but a setting; write steps=3"),
+        (["--loud", "--dir", "x"], "--loud is no flag, but a setting; write loud=true"),
+        (["--Inner.Rate", "steps=3"], "--Inner.Rate is no flag, but a setting; write inner.rate=…"),
+        (["--lr", "3"], "--lr is no flag, but a setting; write learning_rate=3"),
+        (["--gpus", "0"], "unrecognized arguments: --gpus"),
+    ],
+)
+def test_a_setting_that_is_written_as_a_flag_is_said_in_the_form_to_write(words, instead, capsys):
+    with pytest.raises(SystemExit):
+        parser(WithRate, "").parse_intermixed_args(words)
+    assert instead in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])

@@ -41,6 +41,14 @@ NCCL_ABORT: Final = (
 LAUNCHER_MODULES: Final = (str(__package__), runpy.__name__)
 
 
+class UsageExit(SystemExit):
+    """The exit of a script that refuses its arguments: a status, and advice about them."""
+
+    def __init__(self, status: int, advice: str) -> None:
+        super().__init__(status)
+        self.advice = advice
+
+
 @dataclass(frozen=True)
 class WorkerFailure:
     """Why worker `rank` failed, with its exit `status`.
@@ -72,7 +80,8 @@ class WorkerFailure:
         at = time.monotonic()
         if isinstance(error, SystemExit):
             if isinstance(error.code, int):
-                return cls(rank, at, f"exited with status {error.code}", status=error.code)
+                advice = error.advice if isinstance(error, UsageExit) else ""
+                return cls(rank, at, f"exited with status {error.code}", advice, error.code)
             return cls(rank, at, str(error.code))
         trace = error.__traceback__
         while trace and trace.tb_next:

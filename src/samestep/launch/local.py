@@ -13,17 +13,19 @@ import secrets
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from samestep.cluster import STARTED_BY, find_process
 from samestep.cluster.launchers import is_host
 from samestep.config import PREFIX, TOKEN, Config, flag_name, merge, parse
-from samestep.errors import ConfigError, LaunchError, WorkerError
+from samestep.errors import ConfigError, LaunchError
 from samestep.handoff import (
     LauncherState,
     LoggedValues,
@@ -40,6 +42,7 @@ from samestep.host import (
     socket_folder,
     usable_cores,
 )
+from samestep.launch.attempt import UsageExit
 from samestep.launch.cluster_spec import ClusterSpec, add_node_arguments, cluster_spec
 from samestep.launch.screen import terminal_variables
 from samestep.user_code import imported_modules
@@ -233,13 +236,31 @@ def run_script(
 
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
-    late = getattr(arguments, "late", "")
-    words = [script, *arguments]
-    sys.argv = ScriptArguments(words, late) if late else words
+    late = {position + 1: text for position, text in getattr(arguments, "late", {}).items()}
+    words = ScriptArguments([script, *arguments], late)
+    sys.argv = words if late else list(words)
     try:
         names = _run(script, as_module=as_module)  # the worker frees them  # noqa: F841
+    except SystemExit as error:
+        if error.code == ConfigError.status:  # argparse has the same one
+            own = _flags_of_parsers(error.__traceback__)
+            options = (text for text in late.values() if re.split("[ =]", text)[0] not in own)
+            raise UsageExit(error.code, words.describe(options)) from error
+        raise
     finally:
         _warn_if_alone(script)
+
+
+def _flags_of_parsers(trace: TracebackType | None) -> set[str]:
+    """Return the flags that a script takes, from the parsers of argparse that refused others."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    parsers = [frame.f_locals.get("self") for frame in frames]
+    return {
+        flag
+        for parser in parsers
+        if isinstance(parser, argparse.ArgumentParser)
+        for flag in parser._option_string_actions  # noqa: SLF001  argparse has no public way
+    }
 
 
 def _warn_if_alone(script: str) -> None:
@@ -291,28 +312,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
 
 
-def late_options(arguments: argparse.Namespace) -> str:
-    """Return a sentence about options of samestep that came after the script, "" if none did.
+def late_options(arguments: argparse.Namespace) -> dict[int, str]:
+    """Return the options of samestep after the script by position, with their values.
 
     An option that was also given before the script is the script's own.
     """
     actions = arguments.parser._option_string_actions  # noqa: SLF001  argparse has no public way
     words = list(itertools.takewhile(lambda word: word != "--", arguments.arguments))
-    late = []
-    for word, value in itertools.zip_longest(words, words[1:], fillvalue=""):
+    late = {}
+    for position, (word, value) in enumerate(itertools.zip_longest(words, words[1:])):
         flag = "-n" if re.fullmatch("-n[0-9]+", word) else word.partition("=")[0]
         action = actions.get(flag)
         if action is None or action.nargs == 0:  # -m and --help
             continue
         if getattr(arguments, action.dest) in {None, action.default}:
             has_value = flag == word and value and not value.startswith("-")
-            late.append(shlex.join([word, value] if has_value else [word]))
-    if not late:
-        return ""
-    return (
-        f"{' '.join(late)} came after {arguments.script}, which gets all arguments after it; "
-        "write options of samestep before the script"
-    )
+            late[position] = shlex.join([word, value] if has_value else [word])
+    return late
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -342,7 +358,10 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_gpus(text: str) -> None:
-    """Make only these of the visible GPUs visible to workers. Raises `ConfigError`."""
+    """Make only these of the visible GPUs visible to workers.
+
+    Raises `ConfigError` that says how many GPUs there are.
+    """
     numbers = [int(number) for number in re.findall(r"[0-9]+", text)]
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = list(map(str, range(MAX_GPUS))) if devices is None else devices.split(",")
@@ -353,10 +372,18 @@ def choose_gpus(text: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
         if count_gpus() == len(numbers):
             return
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # to count all that are visible
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
     visible = "" if devices is None else f" with CUDA_VISIBLE_DEVICES={devices}"
+    if not (count := count_gpus()):
+        raise ConfigError(
+            f"--gpus {text} needs GPUs, but torch finds none{visible}; check the driver and the "
+            "build of torch, or leave out --gpus to train on the CPU"
+        )
     raise ConfigError(
-        f"--gpus must be different numbers of GPUs of this host, such as 0,1, got {text}{visible}; "
-        "nvidia-smi lists the GPUs"
+        f"--gpus must be different numbers of GPUs of this host, 0 to {count - 1}, got "
+        f"{text}{visible}; nvidia-smi lists the GPUs"
     )
 
 
@@ -417,12 +444,7 @@ def main(arguments: argparse.Namespace) -> int:
     workers = worker_count(arguments.workers, gpus, options)
     if arguments.mode == "dp":
         workers, options["devices"] = 1, workers
-    spec, late = cluster_spec(arguments), late_options(arguments)
-    words = ScriptArguments(arguments.arguments, late)
-    try:
-        run_script(arguments.script, words, workers, options, as_module=arguments.module, spec=spec)
-    except WorkerError as error:
-        if late and error.status == ConfigError.status:  # argparse has the same one
-            error.args = (f"{error}\n{late}",)
-        raise
+    words = ScriptArguments(arguments.arguments, late_options(arguments))
+    spec, as_module = cluster_spec(arguments), arguments.module
+    run_script(arguments.script, words, workers, options, as_module=as_module, spec=spec)
     return 0

@@ -113,10 +113,13 @@ class ProgramFiles:
 
 
 def inputs_of_program(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the arguments of the script, and `settings` by their names, without secrets."""
-    is_script = hasattr(sys.modules["__main__"], "__file__")
-    # those of a notebook are its kernel's, others at each start
-    inputs = {"arguments": shlex.join(mask_words(sys.argv[1:] if is_script else []))}
+    """Return `settings` by their names, or else the arguments of the script, without secrets.
+
+    The same settings may be written as other arguments.
+    """
+    # arguments of a notebook are its kernel's, others at each start
+    has_arguments = hasattr(sys.modules["__main__"], "__file__") and not settings
+    inputs = {"arguments": shlex.join(mask_words(sys.argv[1:]))} if has_arguments else {}
 
     def add(name: str, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -184,8 +187,8 @@ def compare_environments(
     elif is_main:
         logging.getLogger("samestep").warning(
             "%s, so the results of this run may differ from those of an uninterrupted one:\n%s"
-            "\nWhat run.track restores, such as an optimizer with its learning rate, keeps the "
-            "values of the snapshot; all else has the new ones.%s",
+            "\nWhat run.track restores, such as an optimizer with its learning rate, has the "
+            "values of the snapshot until the script changes them; all else has the new ones.%s",
             what,
             lines,
             end,

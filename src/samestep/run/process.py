@@ -157,13 +157,13 @@ def refuse_finished(directory: Path) -> None:
 
 
 def warn_of_late_options() -> None:
-    """Warn of options of `samestep run` that a script got instead, if it ignores its arguments.
+    """Warn of options of `samestep run` that a script got instead, and has not read.
 
-    A script that reads its arguments knows whether they are its own.
+    A script that reads an argument knows whether it is its own.
     """
     words, is_first = sys.argv, os.environ.get(ATTEMPT, "0") == "0"
-    if is_first and isinstance(words, ScriptArguments) and words.late and not words.are_read:
-        announce(words.late, logging.WARNING)
+    if is_first and isinstance(words, ScriptArguments) and words.unread:
+        announce(words.describe(words.unread.values()), logging.WARNING)
 
 
 class SystemUse:

@@ -143,6 +143,8 @@ def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
         == read(Settings, [str(Path(train.__file__).with_name("tissue.yaml")), *SMALL, data])
     )
     assert [event["step"] for event in events(tmp_path, "finished")] == [2]
+    (changed,) = events(tmp_path, "environment_changed")
+    assert changed["differences"] == "  setting epochs: 2 -> 1"
 
 
 def test_float16_is_refused_before_training_because_losses_are_not_scaled(data, tmp_path):

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,7 +94,7 @@ def test_the_number_of_workers_changes_nothing(variant, trained, tmp_path):
 
 def test_the_record_has_the_settings_of_the_run(trained):
     (start,) = events(trained[0], "started")
-    written = json.loads(json.dumps(asdict(read(Settings, SMALL)), default=str))
+    written = json.loads(json.dumps(read(Settings, SMALL).recorded(), default=str))
     assert start["settings"] == written
 
 
