@@ -400,14 +400,16 @@ def _mean(value: Any) -> str:
 def save_batches(folder: Path, lane: int | None, path: Path) -> None:
     """Join the lane batches that workers saved into one safetensors file."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
+
+    from samestep.snapshot.read import write_tensors
 
     pattern = "lane-*.safetensors" if lane is None else f"lane-{lane:06}.safetensors"
     tensors: dict[str, Any] = {}
     for file in sorted(folder.glob(pattern)):
         tensors |= load_file(file)
     try:
-        save_file(tensors, path)
+        write_tensors(path, tensors)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save-batch {path} cannot be written: {error}") from error
     print(f"\n{path}: {counted(len(tensors), 'tensor')}, such as {min(tensors, default='none')}")
