@@ -25,6 +25,44 @@ for arguments in (["--help"], ["--version"], *([name, "--help"] for name in COMM
     with suppress(SystemExit):
         main(arguments)
     assert "torch" not in sys.modules, arguments
+for line in sys.stdin.read().splitlines():
+    try:
+        assert main(line.split()) != 0, line
+    except SystemExit as error:
+        assert error.code, line
+    assert "torch" not in sys.modules, line
+"""
+WRONG_USE = """\
+none
+run --unknown
+run --unknown 1 {script}
+run --lanes x {script}
+run -n 0 {script}
+run none.py
+verify
+verify --steps 0 {script}
+verify -n x {script}
+verify none.py
+replay
+replay none --step 3 {script}
+replay {folder} --step 3 {script}
+replay {folder} --step 3 none.py
+snapshots
+snapshots list
+snapshots check none
+snapshots export {folder}
+scale --unknown {script}
+scale -n x {script}
+scale none.py
+watch
+watch none
+report none
+plot none
+doctor --unknown
+doctor -n 0
+submit
+submit slurm {script}
+examples --unknown
 """
 
 
@@ -44,10 +82,13 @@ def runs(monkeypatch):
     return collected
 
 
-def test_help_does_not_load_torch():
-    completed = subprocess.run(
-        [sys.executable, "-c", HELP_WITHOUT_TORCH], capture_output=True, text=True, check=True
-    )
+def test_help_and_answers_to_wrong_use_do_not_load_torch(tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    wrong = WRONG_USE.format(script=script, folder=tmp_path)
+    command = [sys.executable, "-c", HELP_WITHOUT_TORCH]
+    completed = subprocess.run(command, input=wrong, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("usage: samestep") == 1 + len(cli.COMMANDS)
 
 

@@ -1,12 +1,51 @@
 from __future__ import annotations
 
+import io
 import os
 import pty
+from contextlib import suppress
 
 import pytest
 
 from samestep import terminal
-from samestep.terminal import CLEAR, COLUMNS, QUIET_STEPS, TerminalLine, columns_of, fitted
+from samestep.terminal import (
+    CLEAR,
+    COLUMNS,
+    QUIET_STEPS,
+    STARTING,
+    TerminalLine,
+    columns_of,
+    fitted,
+    starting,
+)
+
+
+class Stream(io.StringIO):
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "term", "loaded", "shown"),
+    [
+        (True, "xterm", {}, f"{STARTING}in{CLEAR}"),
+        (True, "dumb", {}, "in"),
+        (True, None, {}, "in"),
+        (False, "xterm", {}, "in"),
+        (True, "xterm", {"torch": None}, "in"),
+    ],
+)
+def test_a_terminal_shows_that_torch_is_imported(monkeypatch, is_terminal, term, loaded, shown):
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(terminal.sys, "stderr", stream)
+    monkeypatch.setattr(terminal.sys, "modules", loaded)
+    monkeypatch.setattr(terminal.os, "environ", {} if term is None else {"TERM": term})
+    with suppress(KeyboardInterrupt), starting():
+        stream.write("in")
+        raise KeyboardInterrupt
+    monkeypatch.undo()
+    assert stream.getvalue() == shown
 
 
 @pytest.fixture

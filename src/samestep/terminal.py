@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 CLEAR: Final = "\r\x1b[K"  # the cursor's line, with the cursor at its start
@@ -11,6 +14,7 @@ QUIET_SECONDS: Final = 0.5  # without other output until the line is drawn
 QUIET_STEPS: Final = 3  # likewise: a program that prints in every step shows its own progress
 COLUMNS: Final = 80  # if the terminal does not say
 GAP: Final = "  "  # between the parts of a line
+STARTING: Final = "samestep: starting …"
 
 
 class TerminalLine:
@@ -52,6 +56,21 @@ class TerminalLine:
             return ""
         self._shown = text
         return f"{CLEAR}{text}"
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Show on the terminal of stderr, if it is one, that the block starts: it imports torch."""
+    stream = sys.stderr
+    is_dumb = os.environ.get("TERM", "dumb") == "dumb"
+    if "torch" in sys.modules or is_dumb or stream is None or not stream.isatty():
+        yield
+        return
+    print(STARTING, end="", file=stream, flush=True)
+    try:
+        yield
+    finally:
+        print(CLEAR, end="", file=stream, flush=True)
 
 
 def fitted(text: str, columns: int) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 
 import numpy as np
@@ -55,6 +56,21 @@ def test_a_model_is_exported_under_its_usual_names(tmp_path, workers):
         assert file.metadata() == {"format": "pt", "samestep.step": "5", "samestep.object": "model"}
     export(tmp_path / "step-00000005", tmp_path / "model.safetensors", "ema")
     assert "module.head.weight" in load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shard_bytes": 100}, {"shard_bytes": 10**9}, {"dcp": True}], ids=str
+)
+def test_the_umask_says_who_may_read_an_export(tmp_path, options):
+    save_once(tmp_path, 5, {"model": Tied().state_dict()})
+    before = os.umask(0o027)
+    try:
+        export(tmp_path / "step-00000005", tmp_path / "made", **options)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "made", *tmp_path.glob("made/*")) if path.is_file()]
+    assert files
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 @given(tensor=tensors().filter(is_known))

@@ -90,6 +90,8 @@ def test_a_step_of_four_workers_is_repeated_on_one(recorded, replay, tmp_path):
     assert str(BAD) in lanes[LANE]
     first_sample = printed.partition("the most unusual one first:\n")[2].splitlines()[0]
     assert first_sample.startswith(f"  sample {BAD}, points/{BAD}.txt, loss ")
+    (tmp_path / "new").touch()
+    assert file.stat().st_mode == (tmp_path / "new").stat().st_mode  # as the umask says
     saved = load_file(file)
     assert len(saved) == 12
     assert saved[f"lane{LANE}.indices"].tolist()[1] == BAD

@@ -45,6 +45,7 @@ from samestep.host import (
 from samestep.launch.attempt import UsageExit
 from samestep.launch.cluster_spec import ClusterSpec, add_node_arguments, cluster_spec
 from samestep.launch.screen import terminal_variables
+from samestep.terminal import starting
 from samestep.user_code import imported_modules
 
 EPILOG = """\
@@ -75,7 +76,7 @@ def preload() -> None:
     each worker would load these modules, which takes 60 MB per worker.
     """
     # nothing imported is garbage, and searching for garbage takes a quarter of the time
-    with no_garbage_collection():
+    with no_garbage_collection(), starting():
         with interrupts_deferred():
             import samestep.run  # noqa: F401
         from samestep.record.events import samestep_version
@@ -229,10 +230,15 @@ def run_script(
 
     Options and errors are those of `launch`. Raises `ConfigError` if the script does not exist.
     """
-    if not as_module and not Path(script).is_file():
-        raise ConfigError(f"script {script!r} does not exist; for a module, add -m")
+    check_script(script, as_module=as_module)
     body = partial(_run_as_main, script, arguments, as_module=as_module)
     start(body, workers, options, spec)
+
+
+def check_script(script: str, *, as_module: bool = False) -> None:
+    """Raise `ConfigError` if a script does not exist."""
+    if not as_module and not Path(script).is_file():
+        raise ConfigError(f"script {script!r} does not exist; for a module, add -m")
 
 
 def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
@@ -392,7 +398,7 @@ def count_gpus() -> int:
 
     Another process counts them: a process that has used CUDA cannot fork workers that do.
     """
-    with interrupts_deferred():
+    with starting(), interrupts_deferred():
         import torch
 
     from samestep.launch.worker import FORK

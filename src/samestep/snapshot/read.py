@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -511,7 +512,7 @@ def export(
 
     def write(path: Path, keys: Iterable[str]) -> None:
         names = {key: unread[key].name for key in keys}  # only this file's tensors are in memory
-        save_file(_read_tensors(snapshot, manifest, names), path, metadata)
+        write_tensors(path, _read_tensors(snapshot, manifest, names), metadata)
         _sort_header(path)
 
     try:
@@ -544,6 +545,16 @@ def export(
         reason = f"safetensors does not know {error}" if isinstance(error, KeyError) else error
         raise SnapshotError(f"cannot export {what} to {destination}: {reason}") from error
     return [key for key, _ in leaves if key not in unread]
+
+
+def write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the mode of any new file; its library makes it private."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 @dataclass(frozen=True)

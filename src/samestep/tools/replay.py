@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.config import flag_name
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted, interrupts_deferred, printable
+from samestep.launch.local import as_text, check_script
 from samestep.record import read_events, read_history
 from samestep.record.events import parse_events
 from samestep.record.source import STARTS
+from samestep.terminal import starting
 from samestep.tools import first_failure, started, table
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -59,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Repeat the step; return 0 if all steps are those of the record, and 1 if any differs."""
-    with interrupts_deferred():
-        from samestep.run.replay import Request
-
+    check_script(options.script, as_module=options.module)
     try:
         record = RecordedRun.read(options.run, options.step)
         record.choose_end(to_next_snapshot=options.compare_state)
@@ -78,6 +78,8 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(f"--worker-count must be from 1 to the {lanes} lanes, got {count}")
     if options.debug and (options.lane is None or options.worker_count != 1):
         raise ConfigError("--debug needs --lane, and a single worker")
+    from samestep.run.replay import Request
+
     with TemporaryDirectory(prefix="samestep-replay-") as name:
         folder = Path(name)
         request = Request(
@@ -157,7 +159,8 @@ class RecordedRun:
         directory: Path, step: int, starts: Sequence[Mapping[str, Any]]
     ) -> tuple[Path | None, int, int]:
         """Return the snapshot to begin with, its step and the workers that wrote it."""
-        from samestep.snapshot.read import inspect, list_snapshots, step_of
+        with starting(), interrupts_deferred():
+            from samestep.snapshot.read import inspect, list_snapshots, step_of
 
         paths = [path for path in list_snapshots(directory) if (step_of(path) or 0) <= step]
         origin = starts[0].get("snapshot")
@@ -189,8 +192,6 @@ class RecordedRun:
 
     def flags(self) -> list[str]:
         """Return the flags of `samestep run` that repeat the run up to the end."""
-        from samestep.launch.local import as_text
-
         config = {**self.start["config"], "lanes": self.start["lanes"]}
         if config.get("nonfinite_loss") == "stop":  # none was, until this step
             config["nonfinite_loss"] = "continue"
@@ -400,14 +401,16 @@ def _mean(value: Any) -> str:
 def save_batches(folder: Path, lane: int | None, path: Path) -> None:
     """Join the lane batches that workers saved into one safetensors file."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
+
+    from samestep.snapshot.read import write_tensors
 
     pattern = "lane-*.safetensors" if lane is None else f"lane-{lane:06}.safetensors"
     tensors: dict[str, Any] = {}
     for file in sorted(folder.glob(pattern)):
         tensors |= load_file(file)
     try:
-        save_file(tensors, path)
+        write_tensors(path, tensors)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save-batch {path} cannot be written: {error}") from error
     print(f"\n{path}: {counted(len(tensors), 'tensor')}, such as {min(tensors, default='none')}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from samestep.config import is_url
 from samestep.errors import ConfigError, SnapshotError
 from samestep.host import interrupts_deferred, printable
+from samestep.terminal import starting
 from samestep.tools import format_bytes
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -59,14 +60,14 @@ class LocalSnapshots:
     """The snapshots in a run's directory, or a single snapshot, by name."""
 
     def __init__(self, location: str) -> None:
-        with interrupts_deferred():
-            from samestep.snapshot.manifest import NAME
-            from samestep.snapshot.read import check, inspect, list_snapshots, step_of
-
         directory = Path(location)
         if not directory.is_dir():
             expected = "the directory of a run or snapshot, or a URL"
             raise ConfigError(f"expected {expected}, got {location}")
+        with starting(), interrupts_deferred():
+            from samestep.snapshot.manifest import NAME
+            from samestep.snapshot.read import check, inspect, list_snapshots, step_of
+
         is_snapshot = (directory / NAME).exists() or step_of(directory) is not None
         paths = [directory] if is_snapshot else list_snapshots(directory)
         self._paths = {path.name: path for path in paths}
@@ -88,7 +89,7 @@ class RemoteSnapshots:
     """Snapshots in remote storage. Raises `SnapshotError` if the storage does not respond."""
 
     def __init__(self, url: str) -> None:
-        with interrupts_deferred():
+        with starting(), interrupts_deferred():
             from samestep.snapshot.read import step_of
             from samestep.snapshot.remote import RemoteDirectory
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from samestep.errors import VerifyError
 from samestep.host import GREEN, RED, colored, interrupts_deferred
+from samestep.launch.local import check_script
+from samestep.terminal import starting
 from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, explain
 
 # the fourth one captures, and its lanes are graphs already (`EAGER_CALLS` in step/graph_choice.py)
@@ -48,7 +50,8 @@ def main(options: argparse.Namespace) -> int:
     if options.steps < least_steps:
         condition = " with --kill" * options.kill
         raise VerifyError(f"--steps must be at least {least_steps}{condition}, got {options.steps}")
-    with interrupts_deferred():
+    check_script(options.script)
+    with starting(), interrupts_deferred():
         from samestep.tools.trace import RunSize, ScriptTracer, kill_steps
 
     sizes = list(dict.fromkeys(RunSize(*map(int, part.split("x"))) for part in parts))

@@ -14,12 +14,15 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from samestep.cluster import find_process
 from samestep.config import PREFIX, merge
 from samestep.errors import SamestepError
-from samestep.host import no_garbage_collection
+from samestep.host import counted, no_garbage_collection, read_file, usable_cores
 from samestep.launch.local import count_gpus, start
 from samestep.tools.doctor.system import Case, Finding, note, problem
 
@@ -41,7 +44,9 @@ def measure(*, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
         # libraries may have printed something before the report
         report: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
     except subprocess.TimeoutExpired:
-        return {}, f"no result within {PROBE_SECONDS:g} s"
+        load, cores = os.getloadavg()[0], counted(usable_cores(), "core")
+        busy = f", while programs wanted {load:.0f} of {cores}"
+        return {}, f"no result within {PROBE_SECONDS:g} s{busy}"
     except OSError as error:
         return {}, f"a process could not be started ({error})"
     except ValueError:
@@ -60,11 +65,25 @@ def check_measurements(case: Case) -> Iterator[Finding]:
             "fix the problems above first; then samestep run -n 2 with any script shows more",
         )
     if (seconds := report.get("import_seconds", 0)) > SLOW_IMPORT_SECONDS:
-        yield note(
-            f"importing torch took {seconds:.0f} s, and every start of a run waits for "
-            "it: Python's packages are on a slow file system.",
-            "a virtual environment or a container image on a local disk",
-        )
+        text = f"importing torch took {seconds:.0f} s, and every start of a run waits for it: "
+        cpu, queued = report.get("cpu_seconds"), report.get("queued_seconds")
+        yield note(*_slow_import(text, seconds, cpu, queued))
+
+
+def _slow_import(
+    text: str, seconds: float, cpu: float | None, queued: float | None
+) -> tuple[str, str]:
+    """Return what took so long, and the remedy: a busy machine is no slow disk."""
+    disk = "a virtual environment or a container image on a local disk"
+    others = "run it again when other programs have ended; top shows them"
+    if cpu is None or queued is None:
+        both = "Python's packages are on a slow file system, or other programs keep the cores busy"
+        return f"{text}{both}.", f"{others}. Otherwise, {disk}"
+    waited = max(0.0, seconds - cpu - queued)
+    parts = f"{cpu:.0f} s computing, {queued:.0f} s waiting for a core and {waited:.0f} s for files"
+    if waited > cpu + queued:
+        return f"{text}{parts}. Python's packages are on a slow file system.", disk
+    return f"{text}{parts}. This machine is busy or slow.", others
 
 
 def main() -> None:
@@ -86,12 +105,28 @@ def main() -> None:
 
 def describe_torch() -> dict[str, Any]:
     """Import torch and return how long that takes, its version and the CUDA it is built for."""
-    began = time.perf_counter()
+    before = time.perf_counter(), *_core_seconds()
     with no_garbage_collection():  # as the launcher does
         torch = import_module("torch")
-    seconds = time.perf_counter() - began
-    build = torch.version.cuda
-    return {"import_seconds": seconds, "version": torch.__version__, "cuda_build": build}
+    after = time.perf_counter(), *_core_seconds()
+    seconds, cpu, queued = (
+        None if end is None or begin is None else end - begin
+        for begin, end in zip(before, after, strict=True)
+    )
+    times = {"import_seconds": seconds, "cpu_seconds": cpu, "queued_seconds": queued}
+    return {**times, "version": torch.__version__, "cuda_build": torch.version.cuda}
+
+
+def _core_seconds() -> tuple[float | None, float | None]:
+    """Return the seconds in which this thread has computed, and waited for a core, if known.
+
+    A virtual machine also waits while its host runs others: that of the average core.
+    """
+    numbers = (read_file(Path("/proc/thread-self/schedstat")) or "").split()
+    if len(numbers) < 2:
+        return None, None
+    stolen = psutil.cpu_times().steal / (os.cpu_count() or 1)
+    return int(numbers[0]) / 1e9, int(numbers[1]) / 1e9 + stolen
 
 
 def connect_workers() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.errors import ConfigError
+from samestep.launch.local import check_script
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.scale.study import Study
@@ -52,6 +53,7 @@ def _check(options: argparse.Namespace, most_workers: int) -> None:
     """Raise `ConfigError` for unusable values, before anything is measured."""
     from samestep.tools.scale.timing import FEWEST_RECORDED
 
+    check_script(options.script)
     if options.steps < FEWEST_RECORDED:
         raise ConfigError(
             f"--steps must be at least {FEWEST_RECORDED}, because the first and last are left out, "
