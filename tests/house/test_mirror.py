@@ -38,7 +38,6 @@ ELSEWHERE = {
     "run/run.py": "run/test_same_bits.py",
     "run/session.py": "run/test_resume.py",
     "run/start.py": "run/test_resume.py",
-    "run/step_times.py": "record/test_hints.py",
     "run/training.py": "run/test_gradient.py",
     "snapshot/manifest.py": "snapshot/test_part.py",
     "snapshot/memory_slot.py": "snapshot/test_in_memory.py",
