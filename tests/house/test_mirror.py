@@ -51,6 +51,7 @@ ELSEWHERE = {
     "step/metric_guard.py": "step/test_guards.py",
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/scale/report.py": "tools/scale/test_study.py",
+    "tools/submit.py": "tools/test_slurm.py",
     "tools/trace.py": "tools/test_verify.py",
     "torchmetrics.py": "test_metrics.py",
 }
