@@ -80,7 +80,6 @@ def speed(directory: Path, rounds: int, shards: int) -> None:
     small = size // 4
     readers: dict[str, Callable[..., Batches]] = {
         "samestep, tar": partial(with_samestep, kind="tar"),
-        "samestep, tar, ShardStream": partial(with_stream, samples=shards * SAMPLES),
         "webdataset, tar": with_webdataset,
         "samestep, MDS": partial(with_samestep, kind="mds"),
         "mosaicml-streaming, MDS": with_streaming,
@@ -138,9 +137,6 @@ def randomness(directory: Path, epochs: int) -> None:
     readers: dict[str, Callable[..., Batches]] = {
         "samestep, 1 lane": partial(with_samestep, kind="tar"),
         "samestep, 8 lanes": partial(with_samestep, kind="tar", lanes=8),
-        "samestep, ShardStream": partial(
-            with_stream, samples=shards * samples, buffer=WINDOW * samples
-        ),
         "webdataset": partial(with_webdataset, buffer=WINDOW * samples),
         "mosaicml-streaming": with_streaming,
         "datasets": partial(with_datasets, buffer=WINDOW * samples),
@@ -247,42 +243,6 @@ def with_samestep(
                 for lane in batch
                 for sample in lane
             ]
-
-
-def with_stream(directory: Path, *, samples: int, epochs: int = 1, buffer: int = BUFFER) -> Batches:
-    """Yield the indices of each batch of a stream, which reads the files without copies."""
-    with samestep.init(lanes=1) as run:
-
-        def stream(lane: int) -> samestep.ShardStream:
-            paths = sorted((directory / "tar").iterdir())
-            return samestep.ShardStream(
-                paths,
-                samples_of,
-                batch_size=BATCH_SIZE,
-                lane=lane,
-                lanes=run.lanes,
-                buffer=buffer,
-                collate_fn=list,
-            )
-
-        for batch in run.streams(stream, steps=epochs * samples // BATCH_SIZE, name="shards"):
-            yield [int(sample["cls"]) for lane in batch for sample in lane]
-
-
-def samples_of(path: Path) -> Iterator[dict[str, bytes]]:
-    """Yield the samples of a WebDataset tar in their order."""
-    with tarfile.open(path, "r|") as tar:
-        last, sample = "", {}
-        for member in tar:
-            key, _, extension = member.name.partition(".")
-            if key != last and sample:
-                yield sample
-                sample = {}
-            file = tar.extractfile(member)
-            if file is not None:
-                last, sample[extension] = key, file.read()
-        if sample:
-            yield sample
 
 
 def with_webdataset(directory: Path, *, epochs: int = 1, buffer: int = BUFFER) -> Batches:

@@ -49,7 +49,7 @@ TORCH_FREE = (
     "tests/test_host_cgroups.py",
     "tests/test_storage.py",
     "tests/tools/doctor",
-    "tests/tools/submit/test_kubernetes.py",
+    "tests/tools/test_kubernetes.py",
     "tests/watch",
     *(f"--ignore={path}" for path in NEEDS_TORCH),
     "--deselect=tests/record/test_events.py::test_a_newer_format_is_refused_with_the_version_to_install",

@@ -36,7 +36,7 @@ from samestep.launch import launch
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
     from samestep.data.orders import ByLength, ShardOrder, Weighted
-    from samestep.data.shards import ShardedDataset, ShardStream
+    from samestep.data.shards import ShardedDataset
     from samestep.metrics import Means, Metric, check_metric
     from samestep.run import Run, init
     from samestep.run.patience import Patience
@@ -51,7 +51,6 @@ _LAZY = {
     "Patience": "samestep.run.patience",
     "Run": "samestep.run",
     "ShardOrder": "samestep.data.orders",
-    "ShardStream": "samestep.data.shards",
     "ShardedDataset": "samestep.data.shards",
     "Weighted": "samestep.data.orders",
     "check_metric": "samestep.metrics",
@@ -83,7 +82,6 @@ __all__ = [
     "Run",
     "SamestepError",
     "ShardOrder",
-    "ShardStream",
     "ShardedDataset",
     "SnapshotError",
     "VerifyError",

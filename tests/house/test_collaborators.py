@@ -16,7 +16,6 @@ SOURCE = Path(__file__).parents[2] / "src" / "samestep"
 # `FILE TARGET` of assignments that no argument of a constructor could replace, and why
 ALLOWED = {
     "* sys.*": "the interpreter's streams and arguments",
-    "run/replay.py frame.f_trace": "the interpreter: a debugger stops in this frame",
     "* torch.*": "switches of torch for the whole process",
     "*.grad": "torch: gradients",
     "step/*.data": "torch: the memory of a tensor that user code holds",

@@ -43,7 +43,6 @@ ELSEWHERE = {
     "run/run.py": "run/test_same_bits.py",
     "run/session.py": "run/test_resume.py",
     "run/start.py": "run/test_resume.py",
-    "run/step_times.py": "record/test_hints.py",
     "run/training.py": "run/test_gradient.py",
     "snapshot/manifest.py": "snapshot/test_part.py",
     "snapshot/memory_slot.py": "snapshot/test_in_memory.py",
@@ -57,6 +56,7 @@ ELSEWHERE = {
     "step/lane_results.py": "step/test_lane_engine.py",
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/scale/report.py": "tools/scale/test_study.py",
+    "tools/submit.py": "tools/test_slurm.py",
     "tools/trace.py": "tools/test_verify.py",
     "torchmetrics.py": "test_metrics.py",
 }

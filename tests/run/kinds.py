@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import samestep as ss
 from tests.jobs import Net, classify, fit, images
 
 
@@ -376,18 +376,15 @@ def noise(lane):
         yield torch.rand(lane + 1, 3)
 
 
-def points_of(shard):
-    """Yield the samples of a shard, none for shard 0."""
-    for number in range(shard):
-        yield torch.tensor([shard, number, 1.0])
+def shards(lane):
+    """Yield batches of two points of a lane's shards, pass by pass, without state."""
+    for number in count():
+        points = [torch.tensor([lane, number, point]) / 4 for point in range(lane % 3 + 2)]
+        for start in range(0, len(points), 2):
+            yield torch.stack(points[start : start + 2])
 
 
 def streams_job(run, hook=lambda step: None):
-    def shards(lane):
-        return ss.ShardStream(
-            range(5), points_of, batch_size=2, lane=lane, lanes=run.lanes, buffer=3
-        )
-
     model = run.replicate(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
     optimizer = run.shard(torch.optim.Rprop(model.parameters()))
     run.track(model=model, optimizer=optimizer)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import samestep as ss
 from samestep.cli import main
@@ -76,10 +77,9 @@ def content(directory):
     return [(path, path.lstat().st_size, path.lstat().st_mtime_ns) for path in paths]
 
 
-def test_a_step_of_four_workers_is_repeated_on_one(recorded, replay, tmp_path):
+def test_a_step_of_four_workers_is_repeated_on_one(recorded, replay):
     before = content(recorded)
-    file = tmp_path / "batch.safetensors"
-    status, printed = replay(recorded, "--save-batch", str(file))
+    status, printed = replay(recorded)
     assert status == 0, printed
     assert "from step-00000020 (written by 4 workers) on 1 worker" in printed
     assert "program and environment: as in the record" in printed
@@ -90,12 +90,6 @@ def test_a_step_of_four_workers_is_repeated_on_one(recorded, replay, tmp_path):
     assert str(BAD) in lanes[LANE]
     first_sample = printed.partition("the most unusual one first:\n")[2].splitlines()[0]
     assert first_sample.startswith(f"  sample {BAD}, points/{BAD}.txt, loss ")
-    (tmp_path / "new").touch()
-    assert file.stat().st_mode == (tmp_path / "new").stat().st_mode  # as the umask says
-    saved = load_file(file)
-    assert len(saved) == 12
-    assert saved[f"lane{LANE}.indices"].tolist()[1] == BAD
-    assert saved[f"lane{LANE}.0"][1].abs().max() > 1000
     assert content(recorded) == before
 
 
@@ -120,18 +114,32 @@ def test_a_changed_program_is_named_and_a_difference_found(recorded, replay):
     assert f"losses of the alert: DIFFERENT, first in lane {LANE}" in printed
 
 
-def test_a_debugger_stops_in_the_loss_function_of_the_lane(recorded, replay, tmp_path):
-    commands = tmp_path / "commands"
-    commands.write_text("n\nn\np float(points.abs().max()) > 1000\nc\n")
-    stdin = os.dup(0)
-    try:
-        with commands.open() as file:
-            os.dup2(file.fileno(), 0)
-        status, printed = replay(recorded, "--debug", "--lane", str(LANE))
-    finally:
-        os.dup2(stdin, 0)
-        os.close(stdin)
-    assert status == 0, printed
+def test_a_debugger_starts_before_the_lane(recorded):
+    line = spike.loss_fn.__code__.co_firstlineno + 2  # after the docstring
+    looks = "n", "p float(points.abs().max()) > 1000", "clear 1", "c"
+    commands = "\n".join(["p lane", f"b {SCRIPT}:{line}", "c", *looks, ""])
+    flags = ["--step", str(STEP), "--debug", "--lane", str(LANE)]
+    # a new Python, because pytest replaces the debugger of processes that are forked from it
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "samestep",
+            "replay",
+            recorded,
+            *flags,
+            SCRIPT,
+            "512",
+            str(BAD),
+            "1e4",
+        ],
+        input=commands,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = done.stdout
+    assert f"(Pdb) {LANE}\n" in printed
     assert "-> points, norms = batch" in printed
     assert "(Pdb) True" in printed
 
@@ -239,12 +247,10 @@ def test_a_step_that_the_run_skipped_is_shown_and_skipped_again(replay, tmp_path
     directory, arguments = tmp_path / "run", (160, sample_at(160, 6, LANE, 1), "1e4")
     flags = ["--dir", directory, "--snapshot-every", 8, "--skip-batches", "6:7"]
     run_python("-m", "samestep", "run", "-n", 1, *flags, SCRIPT, *arguments, check=True)
-    save = ["--save-batch", str(tmp_path)]  # a directory
-    status, printed = replay(directory, "--compare-state", *save, arguments=arguments, step=6)
+    status, printed = replay(directory, "--compare-state", arguments=arguments, step=6)
     assert "state: the same bits as step-00000008" in printed
     assert "the batch was skipped: step 6 is in skip_batches=6:7" in printed
-    assert status == 2
-    assert f"--save-batch {tmp_path} cannot be written: " in printed
+    assert status == 0
 
 
 def trained(directory, size=160, factor=1e4, **options):

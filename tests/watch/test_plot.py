@@ -133,15 +133,12 @@ def test_curves_over_samples(run, tmp_path):
     assert {"samples", "3000"} < set(texts(tmp_path / "samples.svg"))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "unit"), [(50, "seconds"), (600, "minutes"), (90_000, "hours")]
-)
-def test_time_starts_with_the_run(tmp_path, seconds, unit, monkeypatch):
-    clock = iter([1e9, *(1e9 + seconds * step / 49 for step in range(50))])
-    monkeypatch.setattr("time.time", lambda: next(clock, 1e9 + seconds))
+def test_time_starts_with_the_run(tmp_path, monkeypatch):
+    clock = iter([1e9, *(1e9 + 90_000 * step / 49 for step in range(50))])
+    monkeypatch.setattr("time.time", lambda: next(clock, 1e9 + 90_000))
     make_run(tmp_path / "run")
     draw(tmp_path / "run", "--out", tmp_path / "time.svg", "--x", "time", "--scalars", "loss")
-    assert unit in texts(tmp_path / "time.svg")
+    assert {"hours", "25"} < {*texts(tmp_path / "time.svg")}
     assert "step" not in texts(tmp_path / "time.svg")
 
 
@@ -164,25 +161,20 @@ def test_values_that_cannot_be_drawn_are_skipped(tmp_path):
     ("arguments", "error"),
     [
         (
-            ["--out", "x.gif"],
-            r"--out must end in .pdf, .png, .svg, got x.gif",
+            ["--out", "x.abc"],
+            "--out x.abc cannot be written: Format 'abc' is not supported",
         ),
         (
             ["--out", "x.png", "--smooth", "1"],
             "--smooth must be at least 0 and below 1, got 1.0",
         ),
         (
-            ["--out", "x.png", "--size", "6"],
-            "--size must be a width and a height from 1 to 100 inches, such as 6x4, got 6",
-        ),
-        (["--out", "x.png", "--size", "0x4"], "--size must be .*, got 0x4"),
-        (
             ["--out", "x.png", "--scalars", "loss,los"],
             "--scalars: expected some of 'loss', 'accuracy', got 'los'",
         ),
         (
             ["--out", "missing/x.png"],
-            "--out missing/x.png cannot be written: No such file or directory",
+            "--out missing/x.png cannot be written: .*No such file or directory",
         ),
     ],
 )
@@ -193,8 +185,8 @@ def test_wrong_options(run, monkeypatch, tmp_path, arguments, error):
 
 
 def test_nothing_to_plot(tmp_path):
-    with pytest.raises(RecordError, match=f"no record at {tmp_path}"):
-        draw(tmp_path, "--out", tmp_path / "x.png")
+    with pytest.raises(ConfigError, match="got missing"):
+        draw("missing", "--out", tmp_path / "x.png")
     record = FileRecord(tmp_path)
     record.event("started", step=0, config={})
     record.close()

@@ -132,7 +132,6 @@ def test_a_run(server):
         *(
             "skipped_lines",
             "failure",
-            "hints",
             "stall",
             "settings",
             "defaults",

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,21 +15,17 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from samestep.data.batch import PackedList
 from samestep.data.orders import ShardOrder
-from samestep.data.plan import check_positive, small_permutation
-from samestep.data.random_state import key
+from samestep.data.plan import check_positive
 from samestep.errors import ConfigError, DataError
 from samestep.storage import Storage, StorageError, sync
 
 DOWNLOADS: Final = 8  # at a time, for one lane batch
 CHUNK_BYTES: Final = 16 * 2**20  # of a download; in memory
 ROOM_SECONDS: Final = 0.01  # between attempts to make room while others lock the copies
-PASSES: Final = 50  # passes without any sample before the shards count as empty
-Place = tuple[int, int]  # of a sample in a stream: the number of its shard, and in the shard
-_END: Final = object()
 _NOTE: Final = re.compile(rb"(\d+) ([0-9a-f]{16})")
 
 
@@ -159,150 +155,6 @@ class ShardedDataset(Dataset[Any]):
                 " replaced: write it again, or pass its new number of samples"
             )
         return samples
-
-
-class ShardStream:
-    """The endless batches of a lane for `run.streams`, from shards that are read sequentially.
-
-    For files without an index, such as compressed ones; their numbers of samples need not be known.
-    Each pass over the shards shuffles them, and lanes take turns, so every shard is used once per
-    pass. A lane draws its samples from a buffer that it refills.
-
-    The state holds the positions of the samples in the buffer. To resume, a lane reads the shards
-    of these samples again, and no others.
-
-    Args:
-        shards: What `read` opens, such as URLs.
-        read: Returns an iterable over the samples of a shard, the same ones in the same order each
-            time. Random augmentation belongs in `collate_fn`.
-        batch_size: Number of samples of each lane batch.
-        lane: Number of this lane.
-        lanes: Number of lanes.
-        buffer: Number of samples to draw from. The larger, the better the mix.
-        seed: Selects the order; the same for all lanes.
-        collate_fn: Makes a lane batch of a list of samples, as for `run.batches`.
-
-    Raises:
-        ConfigError: A number is not a whole number, or is too small.
-        DataError: There are no shards. Later: a shard cannot be read, all shards are empty, or a
-            resume finds fewer samples or another number of shards.
-
-    Example:
-        >>> def read(shard):
-        ...     return range(10 * shard, 10 * shard + 10)
-        >>> stream = ss.ShardStream([0, 1, 2], read, batch_size=4, lane=0, lanes=1)
-        >>> next(stream).shape
-        torch.Size([4])
-    """
-
-    def __init__(
-        self,
-        shards: Sequence[Any],
-        read: Callable[[Any], Iterable[Any]],
-        *,
-        batch_size: int,
-        lane: int,
-        lanes: int,
-        buffer: int = 1000,
-        seed: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        check_positive("batch_size", batch_size, "of samples")
-        check_positive("lanes", lanes)
-        check_positive("buffer", buffer, "of samples")
-        if lane not in range(lanes):
-            raise ConfigError(
-                f"lane must be 0 to {lanes - 1}, as run.streams passes it, got {lane}"
-            )
-        if not shards:
-            raise DataError("shards must have at least one element, got none; check their folder")
-        self._shards, self._read, self._collate = shards, read, collate_fn or default_collate
-        self._batch_size, self._room, self._seed = batch_size, buffer, seed
-        self._lane, self._lanes = lane, lanes
-        self._drawn = 0
-        self._buffer: list[tuple[Place, Any]] = []
-        self._next: Place = 0, 0
-        self._samples = self._samples_of(0)
-
-    def __iter__(self) -> ShardStream:
-        return self
-
-    def __next__(self) -> Any:
-        return self._collate([self._draw() for _ in range(self._batch_size)])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, with the numbers of the samples in the buffer."""
-        return {
-            "shards": len(self._shards),
-            "drawn": self._drawn,
-            "next": list(self._next),
-            "buffer": np.array([place for place, _ in self._buffer], np.int64).reshape(-1, 2),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
-        if state["shards"] != len(self._shards):
-            raise DataError(
-                f"expected {state['shards']} shards, as before the resume, got {len(self._shards)};"
-                " restore them, or start a new run"
-            )
-        self._drawn = state["drawn"]
-        shard, sample = self._next = tuple(state["next"])
-        places: list[Place] = list(map(tuple, state["buffer"].tolist()))
-        stops = {number: 1 + last for number, last in sorted(places)} | {shard: sample}
-        samples_by_place: dict[Place, Any] = {}
-        wanted = set(places)
-        for number, stop in stops.items():
-            samples = self._samples_of(number)
-            for index in range(stop):
-                loaded_sample = next(samples, _END)
-                if loaded_sample is _END:
-                    raise DataError(
-                        f"shard {self._shard(number)} has fewer samples than before the resume;"
-                        " restore it"
-                    )
-                if (number, index) in wanted:
-                    samples_by_place[number, index] = loaded_sample
-            if number == shard:
-                self._samples = samples
-        self._buffer = [(place, samples_by_place[place]) for place in places]
-
-    def _draw(self) -> Any:
-        """Return a random sample of the buffer."""
-        while len(self._buffer) < self._room:
-            self._buffer.append(self._take())
-        number = key(self._seed, "draw", self._lane, self._drawn) % self._room
-        self._drawn += 1
-        self._buffer[number], (_, sample) = self._buffer[-1], self._buffer[number]
-        self._buffer.pop()
-        return sample
-
-    def _take(self) -> tuple[Place, Any]:
-        """Return the next sample with its place."""
-        for _ in range(PASSES * len(self._shards)):
-            shard, number = self._next
-            sample = next(self._samples, _END)
-            if sample is not _END:
-                self._next = shard, number + 1
-                return (shard, number), sample
-            self._next = shard + 1, 0
-            self._samples = self._samples_of(shard + 1)
-        raise DataError(f"the {len(self._shards)} shards are empty; check what read returns")
-
-    def _samples_of(self, number: int) -> Iterator[Any]:
-        shard = self._shard(number)
-        try:
-            yield from self._read(shard)
-        except Exception as error:
-            raise DataError(
-                f"cannot read shard {shard}: {type(error).__name__}: {error}"
-            ) from error
-
-    def _shard(self, number: int) -> Any:
-        """Return this lane's shard of that number, counted over all passes."""
-        turn, index = divmod(self._lane + number * self._lanes, len(self._shards))
-        order = small_permutation(len(self._shards), self._seed, "pass", turn)
-        return self._shards[int(order[index])]
 
 
 class ShardCache:

@@ -57,8 +57,8 @@ class Record:
     ) -> None:
         """Add a step's durations: for each worker in rank order, seconds by part (`PARTS`, `OWN`).
 
-        Of more than 64 workers, means and quantiles are added instead. `updates` has the fields
-        that tell what the step did to the parameters, see `samestep.record.hints.Updates`.
+        Of more than 64 workers, means and quantiles are added instead. `updates` has the
+        learning rates that changed (`rates`) and the norms of gradients (`norms`).
         """
         seconds = [_floats(parts) for parts in workers]
         fields = {"workers": seconds} if len(workers) <= MAX_TIMED_WORKERS else _summary(seconds)

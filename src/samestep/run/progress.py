@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -15,9 +13,8 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
-from samestep.errors import ConfigError, DataError, RecordError, SnapshotError
+from samestep.errors import ConfigError, DataError, SnapshotError
 from samestep.metrics import Means
-from samestep.record.hints import Hint, hints_of
 from samestep.record.record import Record
 from samestep.run.alerts import LossAlerts, SkippedSteps
 from samestep.run.divergence import DivergenceCheck
@@ -390,8 +387,6 @@ class Progress:
         self._record.event(event, step=self.step, **fields)
         if self.is_main and not is_observed():
             announce(self._describe_end(event))
-            for hint in _hints(self._config.dir) if self.step > self._first_step else ():
-                announce(f"hint: {hint.text}")
 
     def _describe_end(self, event: str) -> str:
         is_saved, folder = self._snapshots.is_enabled, self._config.dir
@@ -411,9 +406,3 @@ class Progress:
         """
         self._lanes.world.wait_for_gpu()
         self.receive(self._lanes.world.all_gather_json(self.note(), what))
-
-
-def _hints(folder: Path | None) -> list[Hint]:
-    with suppress(OSError, RecordError):  # the run has ended well, whatever the disk does now
-        return [] if folder is None else hints_of(folder)
-    return []

@@ -9,21 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import pdb  # noqa: T100  what the option --debug is for
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
-from typing_extensions import Self
 
 from samestep.data.batch import Batch
 from samestep.data.nested import mapped, tensors_in
@@ -37,7 +32,6 @@ from samestep.step.lane_pass import LanePass, StepPlugin, StepResult
 from samestep.step.lane_results import split_loss
 from samestep.step.shard import Shard
 from samestep.storage import write_atomically
-from samestep.user_code import is_users
 
 REQUEST: Final = "SAMESTEP_INTERNAL_REPLAY"  # JSON; set by samestep replay
 
@@ -46,15 +40,14 @@ REQUEST: Final = "SAMESTEP_INTERNAL_REPLAY"  # JSON; set by samestep replay
 class Request:
     """What to look at: the lanes of a step, and one `lane` of them closely (None: the worst).
 
-    `debug` starts a debugger in that lane. `folder` gets the files; `saves_batch` says whether lane
-    batches are among them, and `saves_state` whether the run's last snapshot is taken.
+    `debug` starts a debugger in that lane. `folder` gets the files; `saves_state` says whether the
+    run's last snapshot is taken.
     """
 
     step: int
     folder: str
     lane: int | None = None
     debug: bool = False
-    saves_batch: bool = False
     saves_state: bool = False
 
     @classmethod
@@ -125,8 +118,6 @@ class Replay(StepPlugin):
         report = LaneReport(lane, call, self._rank)
         self._reports[call, lane] = report
         indices = _indices(lane_pass.batch, lane)
-        if self._request.saves_batch and call == 0:
-            self._save_batch(lane, batch, indices)
         self._seen[lane] = lane_pass, batch
         self._where = _nonfinite_input(batch, indices)
 
@@ -144,19 +135,13 @@ class Replay(StepPlugin):
                 self._where = f"the output of {paths.get(id(module), kind)} ({kind})"
 
         hook = register_module_forward_hook(look_at)
-        debugger = self._debugger(lane_pass, lane)
         try:
-            with debugger or nullcontext():
-                yield
+            if self._request.debug and lane == self._request.lane:
+                breakpoint()  # noqa: T100  what the option --debug is for
+            yield
         finally:
             hook.remove()
             report.nonfinite = self._where or report.nonfinite
-
-    def _debugger(self, lane_pass: LanePass, lane: int) -> LaneDebugger | None:
-        if not self._request.debug or lane != self._request.lane:
-            return None
-        # the body of a loop over lanes already runs; a loss function will be called
-        return LaneDebugger(sys._getframe() if lane_pass.loss.fn is None else None)  # noqa: SLF001
 
     def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
         """Add the norms of a lane's gradients, one per parameter or None, by parameter group."""
@@ -242,49 +227,6 @@ class Replay(StepPlugin):
         dataset = None if batch.origin is None else batch.origin.dataset
         names = [name_of(dataset, index) for index in indices]
         return [list(sample) for sample in zip(indices, names, largest, losses, strict=True)]
-
-    def _save_batch(self, lane: int, batch: Any, indices: Sequence[int] | None) -> None:
-        """Save the tensors of a lane batch, named by their place in it."""
-        tensors = {name or "batch": part.detach().cpu() for name, part in tensors_in(batch)}
-        if indices is not None:
-            tensors["indices"] = torch.tensor(indices, dtype=torch.int64)  # [samples]
-        copies = {
-            f"lane{lane}.{name}": value.clone().contiguous() for name, value in tensors.items()
-        }
-        save_file(copies, Path(self._request.folder) / f"lane-{lane:06}.safetensors")
-
-
-class LaneDebugger(pdb.Pdb, AbstractContextManager["LaneDebugger"]):
-    """A debugger that stops at the first line of user code in its `with` block.
-
-    `frame` is a frame called by user code that already runs, such as the body of a loop.
-    """
-
-    def __init__(self, frame: FrameType | None) -> None:
-        super().__init__()
-        self._frame = frame
-
-    def stop_here(self, frame: FrameType) -> bool:
-        path = frame.f_code.co_filename
-        has_lines = not path.startswith("<")  # which `exec` and methods of dataclasses have not
-        return has_lines and is_users(path) and super().stop_here(frame)
-
-    def user_call(self, *_: object) -> None:
-        """Go on from the call of a function to its first line."""
-        self.set_step()
-
-    def __enter__(self) -> Self:
-        self.reset()
-        self.set_step()
-        frame = self._frame
-        while frame is not None:  # lines of frames that run are seen only with this
-            frame.f_trace = self.trace_dispatch
-            self.botframe, frame = frame, frame.f_back
-        sys.settrace(self.trace_dispatch)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
 
 
 def _engine(lane_pass: LanePass) -> LaneEngine:

@@ -30,7 +30,7 @@ OPTIONS: Final = (
     *("lanes", "seed", "precision", "exchange_dtype", "device", "threads", "deterministic"),
     *("process_group", "nonfinite_loss", "skip_batches"),
 )
-# turned off; a lane that is checked again would be shown, saved and debugged twice
+# turned off; a lane that is checked again would be shown and debugged twice
 QUIET: Final = ("snapshot_every", "hot_every", "system_every", "check_every", "recheck_every")
 SHARED: Final = (
     "the loss is that of all lanes, so it does not tell which samples are to blame; --lane shows"
@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lane = "lane to show the samples of (default: the one with the highest loss)"
     add("--lane", type=int, metavar="LANE", help=lane)
     add("--worker-count", type=int, default=1, metavar="N", help="workers to use (default: 1)")
-    save = "safetensors file for the lane's batch, or those of all lanes without --lane"
-    add("--save-batch", type=Path, metavar="FILE", help=save)
-    debug = "start a debugger in the loss function of --lane, in the terminal"
+    debug = "call breakpoint() before the passes of --lane, for a debugger in the terminal"
     add("--debug", action="store_true", help=debug)
     state = "train on to the next snapshot, and compare its state"
     add("--compare-state", action="store_true", help=state)
@@ -87,7 +85,6 @@ def main(options: argparse.Namespace) -> int:
             folder=name,
             lane=options.lane,
             debug=options.debug,
-            saves_batch=options.save_batch is not None,
             saves_state=record.next_snapshot is not None,
         )
         command = ["-m"] * options.module + [options.script, *options.arguments]
@@ -98,8 +95,6 @@ def main(options: argparse.Namespace) -> int:
             reason = f"the script ended with status {status} before step {options.step}{failure}"
             raise VerifyError(reason)
         report.print(options.worker_count)
-        if options.save_batch is not None:
-            save_batches(folder, options.lane, options.save_batch)
         if status:
             failure = "" if options.debug else f":\n{first_failure(folder)}"
             print(f"the script ended with status {status} after that{failure}")
@@ -342,7 +337,7 @@ class Report:
         if lane != self._worst.get(report["call"]):
             return
         if not samples:
-            print(f"{title}: the samples have no indices; see --save-batch")
+            print(f"{title}: the samples have no indices")
             return
         order = ""
         if any(value is not None for sample in samples for value in sample[2:]):
@@ -396,24 +391,6 @@ def _mean(value: Any) -> str:
     if isinstance(value, list):
         value = value[0] / value[1] if len(value) == 2 and value[1] else None
     return "-" if value is None else f"{value:.6g}"
-
-
-def save_batches(folder: Path, lane: int | None, path: Path) -> None:
-    """Join the lane batches that workers saved into one safetensors file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from samestep.snapshot.read import write_tensors
-
-    pattern = "lane-*.safetensors" if lane is None else f"lane-{lane:06}.safetensors"
-    tensors: dict[str, Any] = {}
-    for file in sorted(folder.glob(pattern)):
-        tensors |= load_file(file)
-    try:
-        write_tensors(path, tensors)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--save-batch {path} cannot be written: {error}") from error
-    print(f"\n{path}: {counted(len(tensors), 'tensor')}, such as {min(tensors, default='none')}")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class HtmlReport:
-    """A report: the HTML of its file, and a summary of its content with hints as text."""
+    """A report: the HTML of its file, and a summary of its content as text."""
 
     page: str
     text: str
@@ -130,11 +130,8 @@ def make_report(locations: Iterable[str], *, image_bytes: int) -> HtmlReport:
         total = left_out + len(images)
         text += f"; {left_out} of {total} images left out: over --images, missing or damaged"
     report = {"text": text, "written": now}
-    hints = [
-        f"{view.name}: {hint['text']}" for view, seen in summaries.items() for hint in seen["hints"]
-    ]
     page = one_file({"answers": responses | images, "report": report})
-    return HtmlReport(page, "\n".join([text, *hints]))
+    return HtmlReport(page, text)
 
 
 def _read_image(view: View, number: int, room: int) -> tuple[str, bytes] | None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from samestep.host import counted
 from samestep.record.events import NON_FINITE
-from samestep.record.hints import Hint, Updates, find_hints, tells
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
 from samestep.watch.bounded import Thinned, newest_of_each
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
@@ -130,7 +129,6 @@ class RunState:
     def __init__(self) -> None:
         self.scalars = Scalars()
         self.timings = Timings()
-        self.updates = Updates()
         self.hosts = HostUse()
         self.images: dict[str, Thinned[Image]] = {}
         self.histograms: dict[str, Thinned[Histogram]] = {}
@@ -220,11 +218,6 @@ class RunState:
             return None
         return self._earlier_seconds + max(0.0, self.updated - self._started_at)
 
-    def hints(self) -> list[Hint]:
-        """Return the hints about how the run trains."""
-        points = {name: curve.points() for name, curve in self.curves.items() if tells(name)}
-        return find_hints({name: (at.step, at.value) for name, at in points.items()}, self.updates)
-
     def samples_after(self, steps: NDArray[Any]) -> NDArray[Any] | None:
         """Return the samples that all loops used in their first `steps` steps, float64 [N].
 
@@ -306,7 +299,6 @@ class RunState:
         self.epoch = to_int(event.get("epoch"))
         self.step = to_number(event.get("step")) or 0.0
         self.attempts += 1
-        self.updates = Updates()
         self.paces.clear()
         self.failures.clear()
 
@@ -356,7 +348,6 @@ class RunState:
         position, workers = _position(event), event.get("workers")
         if position is None:
             return
-        self.updates.add(position[0], event)
         if isinstance(event.get("quantiles"), dict) and self.timings.append_summary(
             position[0], time, self.attempts, event
         ):

@@ -21,7 +21,6 @@ import numpy as np
 from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.hints import EVALUATED
 from samestep.record.source import STARTS, Source
 from samestep.watch.curves import (
     AXES,
@@ -57,6 +56,9 @@ _HIGHER_IS_BETTER: Final = re.compile(
     r"(?<![a-z])(acc(?!um)|ap\d*(?![a-z])|au(ro)?c|bleu|dice|f1|kappa|m?iou|map|precision|psnr|"
     r"r2(?!\d)|recall|return(?!_(dev|std))|reward|score|ssim|top-?\d)",
     re.IGNORECASE,
+)
+_EVALUATED: Final = re.compile(
+    r"(?<![a-z])(val|valid|validation|test|eval|evaluation|held[-_ ]?out)(?![a-z])", re.IGNORECASE
 )
 _TRAINED: Final = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 ALL_SAMPLES: Final = 100_000  # of hosts, shared by their curves
@@ -270,7 +272,6 @@ class View:
                 "dropped_images": run.dropped_images,
                 "skipped_lines": run.skipped_lines,
                 "failure": cause(run.failures) if row["state"] == "failed" else None,
-                "hints": [vars(hint) for hint in run.hints()],
                 "stall": run.stall if row["state"] == "stalled" else None,
             }
 
@@ -479,7 +480,7 @@ def principals(curves: Mapping[str, Curve]) -> dict[str, str]:
         longest = max((len(curves[name]) for name in fitting), default=0)
         others = [name for name in fitting if not _TRAINED.search(name)]
         rare = (name for name in others if 2 * len(curves[name]) < longest)
-        evaluated = (name for name in fitting if EVALUATED.search(name))
+        evaluated = (name for name in fitting if _EVALUATED.search(name))
         if (name := next(chain(evaluated, rare, others, fitting), None)) is not None:
             found[role] = name
     return found

@@ -60,7 +60,7 @@ function scored({ name, goal, last, best, trend: change, at }) {
 }
 
 /** Return what is fine and what is not, as pairs of a severity and a text. */
-function health({ state, step, scalars, nonfinite, workers, hints }) {
+function health({ state, step, scalars, nonfinite, workers }) {
   const lines = [];
   if (["failed", "stalled", "silent"].includes(state)) {
     lines.push(["bad", `${state} at step ${count(step)}`]);
@@ -70,20 +70,11 @@ function health({ state, step, scalars, nonfinite, workers, hints }) {
   const more = nonfinite.length - 1;
   if (more > 0) lines.push(["bad", `and ${count(more)} more`]);
   if (scalars.length && !nonfinite.length) lines.push(["good", "newest values finite"]);
-  if (hints.length) {
-    const title = hints.map(({ text }) => text).join("\n");
-    lines.push(["hint", hints.map(({ kind }) => HINTS[kind]).join(", "), null, title]);
-  }
   const pace = paces(workers);
   if (pace) lines.push(pace);
   if (!lines.length) return [[null, "no values yet"]];
   return lines.length > 2 ? lines.filter(([severity]) => severity !== "good") : lines;
 }
-
-const HINTS = {
-  rate: "learning rate 0", gradients: "no gradients", clipped: "clipped at every step",
-  overfitting: "overfitting", flat: "loss no longer falls",
-};
 
 function paces(workers) {
   const seconds = workers.map((worker) => worker.seconds).filter((one) => one !== null);
