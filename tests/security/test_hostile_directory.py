@@ -68,6 +68,7 @@ def test_the_page_shows_the_good_run_and_says_what_is_wrong_with_the_bad_ones(ru
         rows, faults = until(answers)
         assert rows.keys() == {"good", *LARGE, *UNREADABLE}
         assert rows["good"]["principal"] == {
+            "role": "loss",
             "name": "loss",
             "last": 0.123,
             "goal": "lowest",

@@ -170,10 +170,31 @@ def test_summary():
     assert figures_of(Curve()) == [0, None, None, None]
 
 
-def test_the_best_value_of_a_step_is_in_the_snapshot_after_it():
+@pytest.mark.parametrize(("in_step", "done"), [(True, 1507), (False, 1506)])
+def test_the_best_value_of_a_step_is_in_the_snapshot_after_it(in_step, done):
     made = Curve()
-    made.append((1506, True), 0.0, 0.9748, NAN, NAN)
-    assert made.summary()["highest_step"] == 1507
+    made.append((1506, in_step), 0.0, 0.9748, NAN, NAN)
+    summary = made.summary()
+    assert (summary["highest_step"], summary["highest_done"]) == (1506, done)
+
+
+def test_a_digest_is_of_all_points_also_of_those_that_are_thinned_later():
+    values = [math.sin(step) for step in range(3000)]
+    whole, thinned, part = Curve(), Curve(), Curve()
+    for step, value in enumerate(values):
+        whole.append((step, True), 0.0, value)
+        thinned.append((step, True), float(step), value, low=value - 1)
+        part.append((step, True), 0.0, value)
+        if step % 1000 == 500:
+            thinned.flush(200)
+            part.digest()
+    assert len(thinned) < 3000
+    assert whole.digest() == thinned.digest() == part.digest()
+    part.append((3000, False), 0.0, NAN)
+    assert whole.digest() != part.digest()
+    part.discard_after((2999, True))
+    whole.discard_after((2999, True))
+    assert whole.digest() == part.digest()
 
 
 def test_the_steps_of_extremes_and_the_trend_are_exact():

@@ -22,6 +22,7 @@ from tests.watch.writing import (
     histogram,
     loop,
     scalars,
+    snapshot,
     started,
     system,
     timing,
@@ -588,29 +589,75 @@ def test_the_principal_scalars_of_a_run():
             points.append((step, 1), 0.0, 0.5, math.nan, math.nan)
         return points
 
-    def principal(**points):
-        return principals({name: curve(count) for name, count in points.items()})
+    def principal(score=None, /, **points):
+        return principals({name: curve(count) for name, count in points.items()}, score)
 
     train = {"train/loss": 100, "train/accuracy": 100, "lr": 100}
-    assert principal(**train) == {"score": "train/accuracy", "loss": "train/loss"}
+    assert principal(**train) == {"loss": "train/loss"}
     evaluated = {"val/accuracy": 10, "val/loss": 10}
-    expected = {"score": "val/accuracy", "loss": "val/loss"}
-    assert principal(**train, **evaluated) == principal(**evaluated, **train) == expected
-    assert principal(**{**evaluated, "val/loss": 100}, **train) == expected
+    assert principal(**train, **evaluated) == principal(**evaluated, **train)
+    assert principal(**train, **evaluated) == {"loss": "val/loss"}
+    assert principal(**{**evaluated, "val/loss": 100}, **train) == {"loss": "val/loss"}
+    scored = principal(("val/accuracy", "highest"), **train, **evaluated)
+    assert scored == {"score": "val/accuracy", "loss": "val/loss"}
+    assert principal(("val/loss", "lowest"), **train, **evaluated) == {
+        "score": "val/loss",
+        "loss": "train/loss",
+    }
     assert principal(loss=100, error=49) == {"loss": "error"}  # it is rarer
     assert principal(loss=100, error=50) == {"loss": "loss"}
     trained = {"loss": 100, "top1": 100, "train/loss": 10, "train/top1": 10}  # as the ViT recipe
-    expected = {"score": "model_top1", "loss": "model_loss"}
     for evaluations in (5, 10):
         scores = dict.fromkeys(("model_loss", "model_top1", "ema_loss", "ema_top1"), evaluations)
-        assert principal(**trained, **scores) == expected
-    assert principal(**trained) == {"score": "top1", "loss": "loss"}
+        assert principal(**trained, **scores) == {"loss": "model_loss"}
     for name in ("loss/test", "ema_val-loss", "held_out/loss", "evaluation loss", "Valid.loss"):
         assert principal(**trained, **{name: 100})["loss"] == name
     for name in ("latest_loss", "value_loss", "contest/loss"):
         assert principal(**trained, **{name: 100})["loss"] == "loss"
-    assert principal(lr=100) == principal() == {}
-    for score in ("mask_ap", "box_ap50", "ap_small", "val/return", "reward", "r2", "kappa"):
-        assert principal(**{score: 1, "gap": 1}) == {"score": score}
-    others = ("gap", "apples", "return_dev", "return_std", "layer2", "r20", "lr2", "accumulated")
-    assert principal(**dict.fromkeys(others, 1)) == {}
+    assert principal(lr=100) == principal(reward=1, accuracy=2) == principal() == {}
+
+
+def test_the_score_of_a_run_is_that_of_its_snapshots(tmp_path):
+    evaluated = {"train/top1": 0.9, "val/top1": 0.5, "val/loss": 2.0}
+    view = view_of(tmp_path, started(), scalars(0, **evaluated), snapshot(1, 0.5))
+    assert view.row()["principal"] == {
+        "role": "score",
+        "name": "val/top1",
+        "last": 0.5,
+        "goal": "highest",
+    }
+    row = view.table_row()
+    assert row["principals"] == {"score": "val/top1", "loss": "val/loss"}
+    assert {name: score["goal"] for name, score in row["scores"].items()} == {
+        "train/top1": None,
+        "val/top1": "highest",
+        "val/loss": "lowest",
+    }
+
+
+def test_a_score_that_no_scalar_has_is_a_curve_of_its_own(tmp_path):
+    view = view_of(tmp_path, started(), scalars(0, a=1.0), snapshot(1, 7.5), scalars(1, a=2.0))
+    assert view.scalars() == ["a", "snapshot score"]
+    assert view.row()["principal"]["name"] == "snapshot score"
+    write(tmp_path, snapshot(2, 8.5))
+    view.refresh()
+    assert view.curve("snapshot score")["x"] == [1, 2]
+    assert view.curve("snapshot score")["value"] == [7.5, 8.5]
+
+
+def test_runs_with_the_same_values_have_the_same_digests(tmp_path):
+    def digests(name, *events):
+        summary = view_of(tmp_path / name, started(), *events).summary()
+        return [scalar["digest"] for scalar in summary["scalars"]]
+
+    steps = [scalars(step, loss=1.0 / (step + 1), b=0.5) for step in range(5)]
+    same = digests("one", *steps)
+    assert same == digests("other", *steps)
+    resumed = started(3, kind="resumed")
+    assert same == digests("resumed", *steps[:4], resumed, *steps[3:])
+    changed = scalars(2, loss=math.nextafter(1 / 3, 1), b=0.5)
+    different = digests("changed", *steps[:2], changed, *steps[3:])
+    assert (different[0] != same[0], different[1] == same[1]) == (True, True)
+    assert digests("shorter", *steps[:4])[0] != same[0]
+    between = {**steps[2], "between": True}
+    assert digests("between", *steps[:2], between, *steps[3:])[0] != same[0]

@@ -41,6 +41,11 @@ def scalars(step: int, **values: Any) -> dict[str, Any]:
     }
 
 
+def snapshot(step: int, score: float | None = None) -> dict[str, Any]:
+    """Return the event of a snapshot after `step` steps."""
+    return {"event": "snapshot", "step": step, "path": f"step-{step:08}", "score": score}
+
+
 def timing(step: int, *workers: tuple[float, ...]) -> dict[str, Any]:
     """Return a timing event. Each worker has seconds of each part, in the order of `parts`."""
     parts = ("data", "compute", "exchange", "optimizer", "snapshot")

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final
 
@@ -128,6 +129,7 @@ class Curve:
         self._spans: Table | None = None  # count, mean
         self._average: MovingAverage | None = None
         self._summary: tuple[int, dict[str, float | None]] | None = None  # of that many points
+        self._hash, self._hashed = blake2b(digest_size=8), 0  # of all points; that many rows
         self.size = 0  # points, with those that `thin` left out
 
     def __len__(self) -> int:
@@ -190,11 +192,13 @@ class Curve:
         for table in self._tables():
             table.filter(kept)
         self._average = self._summary = None
+        self._hash, self._hashed = blake2b(digest_size=8), 0
         counts = None if self._spans is None else self._spans.columns()[0]
         self.size = len(self) if counts is None else int(counts.sum())
 
     def thin(self, rows: int) -> None:
         """Keep about half of `rows` points: the first, last, lowest and highest of equal spans."""
+        self.digest()
         step, _, _, value = self._table.columns()
         edges = () if self._band is None else self._band.columns()
         x = np.arange(len(step)) if (step[1:] < step[:-1]).any() else step
@@ -209,32 +213,42 @@ class Curve:
             table.filter(kept)
         self._spans = Table(np.float64, np.float64)
         self._spans.extend(np.add.reduceat(counts, starts), mean)
-        self._average = None
+        self._average, self._hashed = None, len(kept)
 
     def summary(self) -> dict[str, float | None]:
         """Return the number of points, and the last, lowest and highest value or None.
 
-        `lowest_step` and `highest_step` are the numbers of steps that were complete after the
-        first of those, as in the names of snapshots. `trend` is the relative
-        change from the mean of the fifth of the finite values before the newest fifth to its mean.
+        `lowest_step` and `highest_step` are the steps of the first of those, `lowest_done` and
+        `highest_done` the numbers of steps that were complete after it, as in the names of
+        snapshots. `trend` is the relative change from the mean of the fifth of the finite values
+        before the newest fifth to its mean.
         """
         if self._summary is None or self._summary[0] != self.size:
             step, between, _, value = self._table.columns()
             done = step + ~between
             rows = np.flatnonzero(np.isfinite(value))
             finite = value[rows]
-            low, high = (rows[at(finite)] if len(rows) else None for at in (np.argmin, np.argmax))
-            summary = {
-                "points": self.size,
-                "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
-                "lowest": None if low is None else float(value[low]),
-                "lowest_step": None if low is None else float(done[low]),
-                "highest": None if high is None else float(value[high]),
-                "highest_step": None if high is None else float(done[high]),
-                "trend": _trend(finite) if self._spans is None else _trend_of(self._spans),
-            }
+            last = float(value[-1]) if len(value) and np.isfinite(value[-1]) else None
+            summary: dict[str, float | None] = {"points": self.size, "last": last}
+            for name, find in (("lowest", np.argmin), ("highest", np.argmax)):
+                row = rows[find(finite)] if len(rows) else None
+                for key, column in ((name, value), (f"{name}_step", step), (f"{name}_done", done)):
+                    summary[key] = None if row is None else float(column[row])
+            summary["trend"] = _trend(finite) if self._spans is None else _trend_of(self._spans)
             self._summary = self.size, summary
         return self._summary[1]
+
+    def digest(self) -> str:
+        """Return a hash of the steps and values of all points, without their bands."""
+        step, between, _, value = (column[self._hashed :] for column in self._table.columns())
+        self._hash.update(np.column_stack((step, between, value)).tobytes())
+        self._hashed += len(step)
+        return self._hash.hexdigest()
+
+    def has(self, done: float, value: float) -> bool:
+        """Return whether a point had this value when `done` steps were complete."""
+        step, between, _, values = self._table.columns()
+        return bool((values[step + ~between == done] == value).any())
 
     def nonfinite_since(self) -> int | None:
         """Return the step since which no value was finite, None if the last one is."""

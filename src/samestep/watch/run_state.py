@@ -18,6 +18,7 @@ from samestep.record.source import STARTS, StepPosition, step_position, valid_un
 from samestep.watch.bounded import Thinned, newest_of_each
 from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
 from samestep.watch.scalars import MOST_SCALARS, ScalarEvent, Scalars
+from samestep.watch.score import NAME, Score
 from samestep.watch.timings import MOST_TIMED, RECENT, Timings, seconds_of, started_workers
 
 Event: TypeAlias = Mapping[str, Any]
@@ -128,6 +129,7 @@ class RunState:
 
     def __init__(self) -> None:
         self.scalars = Scalars()
+        self.score = Score()
         self.timings = Timings()
         self.hosts = HostUse()
         self.images: dict[str, Thinned[Image]] = {}
@@ -205,8 +207,14 @@ class RunState:
 
     @property
     def curves(self) -> dict[str, Curve]:
-        """The curves of scalars by name."""
-        return self.scalars.curves
+        """The curves of scalars by name, with that of the score if no scalar is it."""
+        scalars, principal = self.scalars.curves, self.principal
+        return {**scalars, NAME: self.score.curve} if principal == (NAME, "highest") else scalars
+
+    @property
+    def principal(self) -> tuple[str, str] | None:
+        """The name of the score, and whether its best value is the "highest" or the "lowest"."""
+        return self.score.scalar(self.scalars.curves)
 
     @property
     def elapsed(self) -> float | None:
@@ -253,6 +261,8 @@ class RunState:
             self._reach(to_number(event.get("step")))
         if kind == "failed":
             self.failures.append(event)
+        if kind == "snapshot":
+            self._add_score(event)
         if kind == "stalled":
             self.stall = to_text(event.get("reason"))
         if kind == "images_dropped":
@@ -270,6 +280,12 @@ class RunState:
             return before.get("name") != event.get("name")  # many loops start again each epoch
         return True
 
+    def _add_score(self, event: Event) -> None:
+        step, score = to_number(event.get("step")), to_float(event.get("score"))
+        if step is not None and math.isfinite(score):
+            self.scalars.append_rows()
+            self.score.add(step, to_float(event["time"]), score, self.scalars.curves)
+
     def _made_no_step(self, end: Event) -> bool:
         """Return whether the last start only evaluated, or found the run finished."""
         return self.loop is None or to_number(end.get("step")) == to_number(self.start.get("step"))
@@ -278,6 +294,7 @@ class RunState:
         step, between = valid_until(event)
         last = to_float(step), between
         self.scalars.discard_after(last)
+        self.score.discard_after(last)
         self.timings.discard_after(last, trained=self.loop is not None)
         for images in self.images.values():
             images.filter(lambda image: image.position <= last)
@@ -329,12 +346,12 @@ class RunState:
     @property
     def nbytes(self) -> int:
         """The bytes of all that `flush` bounds."""
-        bounded = (self.scalars, self.timings, self.hosts)
+        bounded = (self.scalars, self.score.curve, self.timings, self.hosts)
         return sum(part.nbytes for part in bounded) + self._histogram_bytes()
 
     def flush(self, rows: int) -> None:
         """Keep curves, timings and samples in arrays, of at most `rows` rows each."""
-        for part in (self.scalars, self.timings, self.hosts):
+        for part in (self.scalars, self.score.curve, self.timings, self.hosts):
             part.flush(rows)
         while self._histogram_bytes() > HISTOGRAM_BYTES and self._most_histograms > 1:
             self._most_histograms //= 2

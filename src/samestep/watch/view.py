@@ -51,12 +51,7 @@ LOG_LINES: Final = 500
 # of a terminal: colors and cursor movements (CSI), and titles and links (OSC)
 _ESCAPE: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z_])")
 # names of scalars
-_LOWER_IS_BETTER: Final = re.compile(r"loss|error|mae|mse|perplexity", re.IGNORECASE)
-_HIGHER_IS_BETTER: Final = re.compile(
-    r"(?<![a-z])(acc(?!um)|ap\d*(?![a-z])|au(ro)?c|bleu|dice|f1|kappa|m?iou|map|precision|psnr|"
-    r"r2(?!\d)|recall|return(?!_(dev|std))|reward|score|ssim|top-?\d)",
-    re.IGNORECASE,
-)
+_LOSS: Final = re.compile(r"loss|error|mae|mse|perplexity", re.IGNORECASE)
 _EVALUATED: Final = re.compile(
     r"(?<![a-z])(val|valid|validation|test|eval|evaluation|held[-_ ]?out)(?![a-z])", re.IGNORECASE
 )
@@ -205,8 +200,9 @@ class View:
 
     def _row(self, run: RunState, now: float) -> dict[str, Any]:
         progress = _progress(run, is_running=False)
-        name = next(iter(principals(run.curves).values()), None)
-        last = None if name is None else run.curves[name].summary()["last"]
+        curves, score = run.curves, run.principal
+        role, name = next(iter(principals(curves, score).items()), (None, None))
+        last = None if name is None else curves[name].summary()["last"]
         return {
             "id": self.id,
             "name": self.name,
@@ -216,7 +212,7 @@ class View:
             "elapsed": None if run is self._glimpse else run.elapsed,
             "nonfinite": [
                 {"name": name, "step": since}
-                for name, curve in run.curves.items()
+                for name, curve in curves.items()
                 if (since := curve.nonfinite_since()) is not None
             ],
             "step": int(run.step),
@@ -224,7 +220,8 @@ class View:
             "workers": len(started_workers(run.start)),
             "lanes": to_int(run.start.get("lanes")),
             "share": None if progress["is_of_epoch"] else progress["share"],
-            "principal": name and {"name": name, "last": last, "goal": goal_of(name)},
+            "principal": name
+            and {"role": role, "name": name, "last": last, "goal": goal_of(name, score)},
             "noted": self.source.notes and self.source.notes.version(),
         }
 
@@ -234,6 +231,7 @@ class View:
             run, now = self._run, time.time()
             row, config = self._row(self._known_run(), now), run.start.get("config")
             is_running = row["state"] == "running" and self._was_read
+            curves, score = run.curves, run.principal
             config = _config(config) if isinstance(config, dict) else {}
             return {
                 **row,
@@ -243,10 +241,15 @@ class View:
                 "attempts": run.attempts,
                 "progress": _progress(run, is_running=is_running),
                 "scalars": [
-                    {"name": name, "goal": goal_of(name), **curve.summary()}
-                    for name, curve in run.curves.items()
+                    {
+                        "name": name,
+                        "goal": goal_of(name, score),
+                        "digest": curve.digest(),
+                        **curve.summary(),
+                    }
+                    for name, curve in curves.items()
                 ],
-                "principals": [*principals(run.curves).values()],
+                "principals": principals(curves, score),
                 "images": _images(run),
                 "histograms": [
                     {"name": name, "count": series.count} for name, series in run.histograms.items()
@@ -279,16 +282,19 @@ class View:
         """Return the run's row in the table of runs: tags, scores by scalar, settings, origin."""
         with self._lock:
             run = self._known_run()
-            scores = {name: curve.summary() for name, curve in run.curves.items()}
+            curves, score = run.curves, run.principal
+            scores = {name: curve.summary() for name, curve in curves.items()}
             if run is self._glimpse:  # the best ones may be between both ends
-                scores = {name: {"last": score["last"]} for name, score in scores.items()}
+                scores = {name: {"last": each["last"]} for name, each in scores.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
             row = {**self._row(run, time.time()), **self._notes(), **_origin(run)}
             return {
                 **row,
-                "principals": [*principals(run.curves).values()],
-                "scores": {name: {**scores[name], "goal": goal_of(name)} for name in scores},
+                "principals": principals(curves, score),
+                "scores": {
+                    name: {**each, "goal": goal_of(name, score)} for name, each in scores.items()
+                },
                 "config": config,
             }
 
@@ -468,30 +474,33 @@ def _seconds_to_expect(run: RunState) -> float | None:
     return max(usual, (end - begin) / max(1.0, last - first))
 
 
-def principals(curves: Mapping[str, Curve]) -> dict[str, str]:
+def principals(curves: Mapping[str, Curve], score: tuple[str, str] | None) -> dict[str, str]:
     """Return the names of a run's score and loss, each if it has one.
 
-    Those of an evaluation come first: by their names, or because they are rarer and not named after
-    training.
+    The `score` is that of `run.snapshot`, with its goal. Losses of an evaluation come first: by
+    their names, or because they are rarer and not named after training.
     """
-    found = {}
-    for role, goal in (("score", "highest"), ("loss", "lowest")):
-        fitting = [name for name in curves if goal_of(name) == goal]
-        longest = max((len(curves[name]) for name in fitting), default=0)
-        others = [name for name in fitting if not _TRAINED.search(name)]
-        rare = (name for name in others if 2 * len(curves[name]) < longest)
-        evaluated = (name for name in fitting if _EVALUATED.search(name))
-        if (name := next(chain(evaluated, rare, others, fitting), None)) is not None:
-            found[role] = name
+    found = {} if score is None else {"score": score[0]}
+    fitting = [name for name in curves if _is_loss(name) and name not in found.values()]
+    longest = max((len(curves[name]) for name in fitting), default=0)
+    others = [name for name in fitting if not _TRAINED.search(name)]
+    rare = (name for name in others if 2 * len(curves[name]) < longest)
+    evaluated = (name for name in fitting if _EVALUATED.search(name))
+    if (loss := next(chain(evaluated, rare, others, fitting), None)) is not None:
+        found["loss"] = loss
     return found
 
 
+def goal_of(name: str, score: tuple[str, str] | None) -> str | None:
+    """Return which values of a scalar are better, "lowest" or "highest", None if unknown."""
+    if score is not None and name == score[0]:
+        return score[1]
+    return "lowest" if _is_loss(name) else None
+
+
 @lru_cache(4096)
-def goal_of(name: str) -> str | None:
-    """Return which values of a scalar are better by its name, "lowest" or "highest", else None."""
-    if _LOWER_IS_BETTER.search(name):
-        return "lowest"
-    return "highest" if _HIGHER_IS_BETTER.search(name) else None
+def _is_loss(name: str) -> bool:
+    return _LOSS.search(name) is not None
 
 
 def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:

@@ -39,18 +39,20 @@ function cell(key, label, tab) {
 }
 
 function learned(run) {
-  return run.principals.map((principal) => {
+  return Object.values(run.principals).map((principal) => {
     const scalar = run.scalars.find(({ name }) => name === principal);
     const { name, goal, last, trend } = scalar;
-    return { name, goal, last, trend, best: bestOf(scalar), at: scalar[`${goal}_step`] };
+    const [at, done] = [scalar[`${goal}_step`], scalar[`${goal}_done`]];
+    return { name, goal, last, trend, best: bestOf(scalar), at, done };
   });
 }
 
-function scored({ name, goal, last, best, trend: change, at }) {
+function scored({ name, goal, last, best, trend: change, at, done }) {
   const isBetter = change < 0 === (goal === "lowest");
   const percent = Math.min(999, Math.round(100 * Math.abs(change)));
   const severity = Math.abs(change) < STEADY ? null : isBetter ? "good" : "bad";
-  const where = at === null ? "" : ` after ${several(at, "step")}, as in a snapshot's name`;
+  const where = at === null ? ""
+    : ` at step ${count(at)}, after which ${count(done)} are complete, as in a snapshot's name`;
   const text = `${name} ${number(last)}, best ${number(best)}${where}`;
   return h("p", { title: text }, `${name} `, h("b", {}, number(last)),
     change !== null && h("span", { class: "trend", "data-severity": severity, title: TREND },

@@ -3,11 +3,12 @@
 import { Card } from "./card.js";
 import { lineKey } from "./colors.js";
 import { h, offering, onChange, searchBox, toggle } from "./dom.js";
-import { count, splitName } from "./format.js";
+import { count, several, splitName } from "./format.js";
 import { histograms } from "./histograms.js";
 import { choose, state } from "./state.js";
 
 const STRONGEST = 0.999;
+const MANY = 4; // runs that are named
 
 export function curvesPanel(root) {
   const cards = new Map();
@@ -16,7 +17,12 @@ export function curvesPanel(root) {
   const counts = histograms();
   // of runs where their list is folded away, and of groups
   const legend = h("p", { class: "legend", "aria-label": "Runs" });
-  root.append(tools.element, legend, grid, counts.element);
+  const same = h("p", { class: "note", id: "identical", hidden: true });
+  root.append(tools.element, legend, same, grid, counts.element);
+  const drawSame = onChange((texts) => {
+    same.textContent = texts.join(" ");
+    same.hidden = !texts.length;
+  });
   const drawLegend = onChange((lines) => {
     legend.classList.toggle("narrow", !lines.some(({ isGroup }) => isGroup));
     legend.replaceChildren(...(lines.length < 2 ? [] : lines).map(({ look, name, count: runs }) =>
@@ -39,6 +45,7 @@ export function curvesPanel(root) {
       tools.update(names.length, all.length, view);
       arrange({ names, pins: state.pins.filter((name) => names.includes(name)) });
       drawLegend(view.lines);
+      drawSame(identical(view.runs.flatMap(({ id }) => view.details.get(id) ?? [])));
       cards.forEach((card) => card.show(view));
       counts.update(view);
     },
@@ -47,6 +54,29 @@ export function curvesPanel(root) {
       counts.repaint();
     },
   };
+}
+
+/** Return a sentence for each set of runs whose loss or score, and most scalars, are the same. */
+function identical(runs) {
+  const all = runs.flatMap((run) => run.scalars.map(({ name, digest }) => ({ run, name, digest })));
+  const groups = [...Map.groupBy(all, ({ name, digest }) => `${digest} ${name}`).values()]
+    .map((same) => ({ name: same[0].name, runs: same.map(({ run }) => run) }));
+  const sets = new Map(groups.map((one) => [one.runs.map(({ id }) => id).join("\n"), one.runs]));
+  return [...sets.values()].flatMap((set) => {
+    const [one, ...others] = set;
+    const names = groups.filter((group) => set.every((run) => group.runs.includes(run)))
+      .map(({ name }) => name);
+    const shared = one.scalars.filter(({ name }) =>
+      others.every(({ scalars }) => scalars.some((scalar) => scalar.name === name))).length;
+    const isMain = Object.values(one.principals).some((name) => names.includes(name));
+    if (!others.length || !isMain || 2 * names.length <= shared) return [];
+    const part = shared === names.length ? "all" : `${count(names.length)} of`;
+    const first = set.slice(0, others.length < MANY ? -1 : MANY);
+    const last = others.length < MANY ? others.at(-1).name
+      : several(others.length + 1 - MANY, "other run");
+    const who = `${first.map(({ name }) => name).join(", ")} and ${last}`;
+    return [`${who} have identical values in ${part} ${several(shared, "scalar")}.`];
+  });
 }
 
 /** Return whether a name contains every word of the search. */

@@ -18,6 +18,10 @@ export function number(value) {
 export const count = (value) =>
   value === null || value === undefined ? "–" : plain.format(Math.round(value));
 
+/** Return different names, the most frequent one first. */
+export const frequent = (names) => [...Map.groupBy(names, (name) => name).values()]
+  .toSorted((one, other) => other.length - one.length).map(([name]) => name);
+
 /** "1 lane", "8 lanes". */
 export const several = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 

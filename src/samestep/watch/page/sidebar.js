@@ -2,7 +2,7 @@
 
 import { lineKey, lookOf } from "./colors.js";
 import { byId, h, keepFocus, onChange, searchBox } from "./dom.js";
-import { count, number } from "./format.js";
+import { count, frequent, number } from "./format.js";
 import { choose, state } from "./state.js";
 
 const SEARCHED = 8; // runs, from which a search box is shown
@@ -56,24 +56,35 @@ export function sidebar(root) {
       items.get(row.id).update(row);
     });
     order.value = state.order in ORDERS ? state.order : "";
-    const rows = order.value ? fitting().toSorted(ORDERS[order.value]) : fitting();
+    const rows = (ORDERS[order.value] ?? ((all) => all))(fitting());
     arrange(rows.map(({ id }) => id));
     all.textContent = rows.every(({ id }) => state.shown.includes(id)) ? "Only one" : "Show all";
   }
   return { update };
 }
 
-/** Compare runs: highest scores first, then lowest losses, then runs that have neither. */
-function byScore(one, other) {
-  const [a, b] = [one, other].map(({ principal }) => {
-    if (!principal || principal.last === null) return [2, 0];
-    return principal.goal === "lowest" ? [1, principal.last] : [0, -principal.last];
+/**
+ * Return runs with the best scores first, then those that only have a loss, then others. Values of
+ * different names are not compared: the name that most runs have comes first.
+ */
+function byScore(rows) {
+  const named = rows.flatMap(({ principal }) => principal ?? []);
+  const names = ["score", "loss"].flatMap((role) =>
+    frequent(named.filter((one) => one.role === role).map(({ name }) => name)));
+  const place = ({ principal }) => {
+    if (!principal || principal.last === null) return [names.length, 0];
+    const { name, last, goal } = principal;
+    return [names.indexOf(name), goal === "lowest" ? last : -last];
+  };
+  return rows.toSorted((one, other) => {
+    const [a, b] = [place(one), place(other)];
+    return a[0] - b[0] || a[1] - b[1];
   });
-  return a[0] - b[0] || a[1] - b[1];
 }
 
 const isHidden = ({ id }) => !state.shown.includes(id);
-const ORDERS = { score: byScore, shown: (one, other) => isHidden(one) - isHidden(other) };
+const byShown = (rows) => rows.toSorted((one, other) => isHidden(one) - isHidden(other));
+const ORDERS = { score: byScore, shown: byShown };
 
 function item(id) {
   const box = h("input", { type: "checkbox", on: { change: () => show(id, box.checked) } });

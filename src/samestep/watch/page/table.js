@@ -2,7 +2,7 @@
 
 import { get, report } from "./api.js";
 import { h, keepFocus, onChange, released, searchBox } from "./dom.js";
-import { ago, bestOf, count, duration, number, several } from "./format.js";
+import { ago, bestOf, count, duration, frequent, number, several } from "./format.js";
 import { PLACES } from "./groups.js";
 import { tagButtons } from "./notes.js";
 import { scatter } from "./scatter.js";
@@ -167,12 +167,14 @@ function namesOf(runs) {
   return [...[...scores].flatMap((name) => [name, `best ${name}`]), ...settings];
 }
 
-/** Return a few scores, and settings in which the runs differ. */
+/** Return a few scores, those that most runs have first, and settings in which the runs differ. */
 function automatic(runs) {
   const names = namesOf(runs);
   const scores = new Set(runs.flatMap(({ scores: found }) => found));
   const isBest = (name) => name.startsWith("best ") && scores.has(name.slice(5));
-  const first = new Set([...runs.flatMap((run) => run.principals), ...scores]);
+  const principal = (role) => frequent(runs.flatMap(({ principals }) => principals[role] ?? []));
+  const others = frequent(runs.flatMap(({ scores: found }) => found));
+  const first = new Set([...principal("score"), ...principal("loss"), ...others]);
   const some = [...first].slice(0, MOST_SCORES);
   const isSetting = (name) => !scores.has(name) && !isBest(name) && !PLACES.includes(name);
   const settings = names.filter(isSetting);
