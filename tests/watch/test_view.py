@@ -12,11 +12,10 @@ from PIL import Image
 
 from samestep.errors import RecordError
 from samestep.record import read_history
-from samestep.record.source import open_source
 from samestep.watch import run_state
 from samestep.watch import view as view_module
 from samestep.watch.curves import Curve
-from samestep.watch.view import View, media_type, principals
+from samestep.watch.view import media_type, principals
 from tests.watch.writing import (
     START,
     histogram,
@@ -178,32 +177,6 @@ def test_values_after_the_last_epoch_do_not_count_another(tmp_path):
     assert view.row()["epoch"] == 7
 
 
-def test_the_row_of_a_long_record_is_known_before_it_is_read(tmp_path):
-    steps = [scalars(step, loss=1 / (step + 1)) for step in range(300)]
-    start = started(settings={"lr": 0.1}, config={"option": "x" * 200})
-    write(tmp_path, start, loop(0, steps=300), *steps, {"event": "finished", "step": 300})
-    view = View(open_source(tmp_path))
-    assert view.peek()
-    row, short = view.table_row(), view.row()
-    assert view.advance()
-    assert view.row()["elapsed"] is None
-    assert view.advance()  # the row is complete now, which is announced as news
-    assert view.row()["elapsed"] == 302
-    assert not view.advance()
-    read = view.table_row()
-    later = {"elapsed", "scores", "share"}
-    assert {name for name in read if row[name] != read[name]} == later
-    assert (row["state"], row["step"], row["settings"]) == ("finished", 300, {"lr": 0.1})
-    assert (row["elapsed"], row["scores"]) == (
-        None,
-        {"loss": {"last": 1 / 300, "goal": "lowest"}},
-    )
-    assert short["state"] == "finished"
-    assert read["scores"]["loss"]["highest"] == 1
-    view.peek()  # too late
-    assert view.table_row() == read
-
-
 def settings_of(directory, *events):
     row = view_of(directory, *events).table_row()
     return row["settings"], row["environment"]
@@ -238,14 +211,6 @@ def test_a_start_without_a_step_changes_no_setting(tmp_path):
     events = [changed(0, 0.1, "started"), loop(0), {"event": "finished", "step": 8}]
     events += [changed(8, 0.5), {"event": "finished", "step": 8}]
     assert settings_of(tmp_path, *events) == shown(0.1, "--lr 0.1")
-
-
-@pytest.mark.parametrize("steps", [0, 10, 500])
-def test_a_record_without_a_start_at_its_begin_has_to_be_read(tmp_path, steps):
-    write(tmp_path, *[scalars(step, loss=1.0) for step in range(steps)])
-    view = View(open_source(tmp_path))
-    assert not view.peek()
-    assert view.table_row()["scores"] == {}
 
 
 def test_elapsed_leaves_out_the_time_between_two_starts(tmp_path):

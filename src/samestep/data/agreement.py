@@ -1,14 +1,13 @@
 """Comparison of the workers' data sets, by their lengths, a few samples and the plans of epochs.
 
 Each worker loads the same few samples and sends digests of their parts with the next exchange, so a
-comparison needs no separate exchange. A digest is text that must be equal, or of floating-point
-values a number that must be close, because another kind of CPU rounds them differently.
+comparison needs no separate exchange. Of floating-point values, only types and shapes are compared,
+because another kind of CPU rounds them differently.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import socket
 import weakref
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
 from operator import itemgetter
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -32,24 +30,21 @@ SAMPLES: Final = 3  # of a data set in one comparison
 SHARE: Final = 300  # samples that a worker loads for each one that it compares
 NEW_DATASETS: Final = 32  # compared at their first use; a script that makes more may make thousands
 MAX_DATASETS: Final = 1024  # remembered
-LOADS: Final = 16  # of a sample that differs, to find out whether it is the same in every load
 PARTS: Final = 32  # of a sample, at most
 FEW: Final = 8  # numbers in a list that are compared one by one
 ELEMENTS: Final = 1 << 14  # of an array, at most
 SHOWN: Final = 40  # characters of text that a message may show
-TOLERANCE: Final = 1e-3  # of the norm; other values differ by about the norm
 
-Digest: TypeAlias = str | list[Any]  # text, or [text, number, norm]
-Sample: TypeAlias = dict[str, Digest] | None  # digests by part; None if it could not be loaded
-Reload: TypeAlias = Callable[[int], list[list[Sample]]]
+Sample: TypeAlias = dict[str, str] | None  # digests by part; None if it could not be loaded
 Gather: TypeAlias = Callable[[Any, str], list[Any]]
 
 CAUSES: Final = (
     "All workers need the same samples in the same order. Usual causes: files listed without"
     " sorting (os.listdir, glob, iterdir); a shuffle or split that is drawn before ss.init; the"
     " order of a set, which differs between processes unless PYTHONHASHSEED is set; a condition on"
-    " the rank; or other files on that host. Sort lists of files, write sorted(set(...)), and"
-    " shuffle or split after ss.init"
+    " the rank; samples that depend on a clock, a process id or a generator that samestep does not"
+    " seed; or other files on that host. Sort lists of files, write sorted(set(...)), shuffle or"
+    " split after ss.init, and draw from random, numpy.random or torch"
 )
 PLAN_CAUSES: Final = (
     "All workers need the same options of run.batches. Usual causes: an order or weights drawn from"
@@ -89,13 +84,11 @@ class DataCheck:
     All workers load and compare at the same points of the program. One worker compares nothing.
     """
 
-    def __init__(self, seed: int, rank: int, workers: int, gather: Gather) -> None:
-        self._seed, self._rank, self._workers, self._gather = seed, rank, workers, gather
+    def __init__(self, seed: int, _rank: int, workers: int, gather: Gather) -> None:
+        self._seed, self._workers, self._gather = seed, workers, gather
         self._uses: dict[int, tuple[Any, int]] = {}  # by id: a weak reference, and their number
         self._datasets = 0
         self._pending: dict[str, dict[str, Any]] = {}
-        self._reloads: dict[str, Reload] = {}
-        self._warned: set[str] = set()
 
     def begin(self, dataset: Any, size: int, where: str) -> Use:
         """Start and return a use of a data set; `where` describes it in errors."""
@@ -112,16 +105,14 @@ class DataCheck:
             earlier = self._datasets
         return Use(where, size, self._seed, -(-SHARE * SAMPLES * self._workers // size), earlier)
 
-    def add(self, use: Use, number: int, samples: list[Sample], reload: Reload) -> None:
-        """Send samples with the next exchange; `reload(n)` loads them n times again."""
-        name = f"{use.where}, {number}"
-        self._pending[name] = {
+    def add(self, use: Use, number: int, samples: list[Sample]) -> None:
+        """Send samples with the next exchange."""
+        self._pending[f"{use.where}, {number}"] = {
             "where": use.where,
             "size": use.size,
             "indices": use.indices(number),
             "samples": samples,
         }
-        self._reloads[name] = reload
 
     def add_plan(self, use: Use, epoch: int, plan: Mapping[str, Any]) -> None:
         """Send the values that identify an epoch's plan with the next exchange."""
@@ -142,7 +133,7 @@ class DataCheck:
 
     def compare_notes(self, notes: Sequence[Mapping[str, Any]]) -> None:
         """Compare all workers' notes, by rank. Raises `DataError` on all workers."""
-        reloads, self._pending, self._reloads = self._reloads, {}, {}
+        self._pending = {}
         for name in dict.fromkeys(name for note in notes for name in note):
             entries = {rank: note[name] for rank, note in enumerate(notes) if name in note}
             first = next(iter(entries.values()))
@@ -153,11 +144,13 @@ class DataCheck:
             sizes = {rank: f"{entry['size']} samples" for rank, entry in entries.items()}
             if len(set(sizes.values())) > 1:
                 self._raise(f"the data set of {where}", sizes)
-            # all workers find the same, so all of them reload
-            if differs([entry["samples"] for entry in entries.values()]) is not None:
-                own_entry = notes[self._rank].get(name)
-                loads = [] if own_entry is None else [own_entry["samples"], *reloads[name](LOADS)]
-                self._confirm(where, first["indices"], loads)
+            difference = differs([entry["samples"] for entry in entries.values()])
+            if difference is not None:
+                number, part = difference
+                parts = {rank: entry["samples"][number] or {} for rank, entry in entries.items()}
+                values = {rank: digests[part] for rank, digests in parts.items() if part in digests}
+                sample = f"sample {first['indices'][number]}{part}"
+                self._raise(f"{sample} of the data set of {where}", values)
 
     def _compare_plans(self, where: str, plans: Mapping[int, Mapping[str, str]]) -> None:
         names = dict.fromkeys(name for plan in plans.values() for name in plan)
@@ -168,31 +161,6 @@ class DataCheck:
                 for rank, plan in plans.items()
             }
             self._raise(f"the plan of {where}", values, PLAN_CAUSES)
-
-    def _confirm(self, where: str, indices: Sequence[int], loads: list[list[Sample]]) -> None:
-        """Raise `DataError` if samples differ in parts that are the same in every load.
-
-        Other parts are drawn from a generator that samestep does not seed.
-        """
-        own_samples = [_steady(sample_loads) for sample_loads in zip(*loads, strict=False)]
-        gathered = self._gather(own_samples, "comparing samples")
-        steady = {rank: samples for rank, samples in enumerate(gathered) if samples}
-        difference = differs(list(steady.values()))
-        if difference is not None:
-            number, part = difference
-            parts = {rank: samples[number] or {} for rank, samples in steady.items()}
-            texts = {
-                rank: _digest_text(sample[part]) for rank, sample in parts.items() if part in sample
-            }
-            self._raise(f"sample {indices[number]}{part} of the data set of {where}", texts)
-        if where not in self._warned and self._rank == 0:
-            logging.getLogger("samestep").warning(
-                "samples of the data set of %s differ between two loads with the same "
-                "seed, so results depend on the number of workers; draw from random, numpy.random "
-                "or torch instead of your own generator, a clock or a process id",
-                where,
-            )
-        self._warned.add(where)
 
     def _raise(self, what: str, values: Mapping[int, str], causes: str = CAUSES) -> NoReturn:
         hosts = self._gather(socket.gethostname(), "comparing data sets")
@@ -211,19 +179,20 @@ def _reference(dataset: Any) -> Any:
         return None
 
 
-def digest(sample: Any) -> dict[str, Digest]:
+def digest(sample: Any, *, has_floats: bool = False) -> dict[str, str]:
     """Return digests of a sample's parts, by their path in it, outer parts first.
 
-    They contain what is the same on all workers, not addresses and folders.
+    They contain what is the same on all workers, not addresses and folders. Those of one worker may
+    also be of its floating-point values.
     """
-    digests: dict[str, Digest] = {}
+    digests: dict[str, str] = {}
     waiting = deque([("", sample)])
     while waiting and len(digests) < PARTS:
         path, value = waiting.popleft()
         inner = _parts(value)
         kind = type(value).__qualname__
         if inner is None:
-            digests[path] = _digest(value, kind)
+            digests[path] = _digest(value, kind, "biufc" if has_floats else "biu")
         else:
             names = [name for name, _ in inner]
             digests[path] = f"{kind} of {len(names)}, {_text(''.join(names[:PARTS]))}"
@@ -257,15 +226,20 @@ def _name(name: Any) -> str:
     return repr(name) if isinstance(name, (int, float)) else type(name).__qualname__
 
 
-def _digest(value: Any, kind: str) -> Digest:
+def _digest(value: Any, kind: str, hashed: str) -> str:
+    """Return the digest of a value; `hashed` has the kinds of dtypes whose values count."""
     if isinstance(value, torch.Tensor):
-        return _tensor(value)
+        kind = f"{value.dtype} {list(value.shape)}"
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            return kind
+        flat = _sampled(value.detach().reshape(-1)).cpu().resolve_conj().resolve_neg()
+        return _array((flat.double() if flat.is_floating_point() else flat).numpy(), kind, hashed)
     # lists of numbers, arrays and scalars of NumPy, images of Pillow
     if isinstance(value, (list, tuple)) or hasattr(value, "__array_interface__"):
         array = np.asarray(value)
-        return _array(array, f"{array.dtype} {list(array.shape)}")
+        return _array(array, f"{array.dtype} {list(array.shape)}", hashed)
     if isinstance(value, float):
-        return _number(np.array(value), kind)
+        return _array(np.array(value), kind, hashed)
     if isinstance(value, Enum):
         kind = f"{kind} {value.name}"
     elif isinstance(value, (str, os.PathLike)):
@@ -277,36 +251,13 @@ def _digest(value: Any, kind: str) -> Digest:
     return _text(kind)
 
 
-def _tensor(tensor: torch.Tensor) -> Digest:
-    kind = f"{tensor.dtype} {list(tensor.shape)}"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return kind
-    flat = _sampled(tensor.detach().reshape(-1)).cpu().resolve_conj().resolve_neg()
-    return _array((flat.double() if flat.is_floating_point() else flat).numpy(), kind)
-
-
-def _array(array: NDArray[Any], kind: str) -> Digest:
-    """Return the digest of an array, only its dtype and shape if it does not hold numbers."""
+def _array(array: NDArray[Any], kind: str, hashed: str) -> str:
     flat = _sampled(array.reshape(-1))
-    if array.dtype.kind in "fc":
-        return _number(np.stack([flat.real, flat.imag]) if array.dtype.kind == "c" else flat, kind)
-    return f"{kind} {_hash(flat.tobytes())}" if array.dtype.kind in "biu" else kind
+    return f"{kind} {_hash(flat.tobytes())}" if array.dtype.kind in hashed else kind
 
 
 def _sampled(flat: Any) -> Any:
     return flat[:: max(1, -(-len(flat) // ELEMENTS))]
-
-
-def _number(values: NDArray[Any], kind: str) -> Digest:
-    """Return a weighted sum of floating-point values and its scale."""
-    flat = np.nan_to_num(values.reshape(-1).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    weights = np.resize(_weights(), flat.shape)
-    return [kind, float(flat @ weights), float(np.linalg.norm(flat))]
-
-
-@cache
-def _weights() -> NDArray[np.float64]:
-    return np.random.Generator(np.random.PCG64(0)).standard_normal(1021)
 
 
 def _text(text: str) -> str:
@@ -317,35 +268,12 @@ def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def _digest_text(value: Digest) -> str:
-    return value if isinstance(value, str) else f"{value[0]} with a weighted sum of {value[1]:.6g}"
-
-
-def _same(first: Digest, second: Digest) -> bool:
-    if isinstance(first, str) or isinstance(second, str):
-        return first == second
-    close = abs(first[1] - second[1]) <= TOLERANCE * max(first[2], second[2])
-    return bool(first[0] == second[0] and close)
-
-
-def _steady(loads: Sequence[Sample]) -> Sample:
-    """Return the parts of a sample that are the same in every load."""
-    first, *others = loads
-    if first is None or None in others:
-        return None
-    return {
-        part: value
-        for part, value in first.items()
-        if all(part in other and _same(value, other[part]) for other in others if other)
-    }
-
-
 def differs(workers: Sequence[Sequence[Sample]]) -> tuple[int, str] | None:
     """Return the number of the first sample in which workers differ, and the part."""
     for number, samples in enumerate(zip(*workers, strict=False)):
         loaded = [sample for sample in samples if sample is not None]
         for part in loaded[0] if loaded else ():
             values = [sample[part] for sample in loaded if part in sample]
-            if not all(_same(values[0], value) for value in values):
+            if len(set(values)) > 1:
                 return number, part
     return None

@@ -43,19 +43,19 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_SECONDS: Final = 1.0  # for a killed process to be reaped
 SHOWN_INDICES: Final = 16
 LOADERS: Final = "SAMESTEP_INTERNAL_LOADERS"  # number of loader processes; set by samestep verify
-COMPARE_SECONDS: Final = 1.0  # for each load of the samples that workers compare
+COMPARE_SECONDS: Final = 1.0  # to load the samples that workers compare
 
 
 class Request(NamedTuple):
     """The samples of one lane batch, and the key of the random draws made while loading them.
 
-    With `compared_loads`, the answer is the digests of each sample in that many loads instead.
+    If it `is_compared`, the answer is the digests of each sample instead.
     """
 
     where: str
     indices: Sequence[int]
     key: int
-    compared_loads: int = 0
+    is_compared: bool = False
 
 
 class Failure(NamedTuple):
@@ -105,7 +105,7 @@ class Fetcher(Dataset[Any]):
         self._observes = is_observed() and self._tensors is None
 
     def __getitem__(self, request: Request) -> Any:
-        if request.compared_loads:
+        if request.is_compared:
             return self._digests(request)
         try:
             if self._tensors is not None:  # no random draws
@@ -140,32 +140,29 @@ class Fetcher(Dataset[Any]):
         request = Request("a sample", [index % size_of(self.dataset)], 0)
         self._generators.draw(request.key, lambda: self._samples(request))
 
-    def _digests(self, request: Request) -> list[list[Sample]]:
-        """Return digests by load and sample; None for a sample that fails or is late."""
-        end = time.monotonic() + COMPARE_SECONDS * request.compared_loads
-        loads: list[list[Sample]] = []
-        for _ in range(request.compared_loads):
-            loads.append([])
-            for index in request.indices:
-                sample_request, sample = request._replace(indices=[index]), None
-                if loads == [[]] or time.monotonic() < end:
-                    with suppress(Exception):  # its batch will raise the error
-                        sample = self._generators.draw(
-                            request.key, partial(self._digest, sample_request)
-                        )
-                loads[-1].append(sample)
-        return loads
+    def _digests(self, request: Request, *, has_floats: bool = False) -> list[Sample]:
+        """Return the digests of each sample; None for one that fails or is late."""
+        end = time.monotonic() + COMPARE_SECONDS
+        samples: list[Sample] = []
+        for index in request.indices:
+            load_digest = partial(self._digest, request._replace(indices=[index]), has_floats)
+            sample = None
+            if not samples or time.monotonic() < end:
+                with suppress(Exception):  # its batch will raise the error
+                    sample = self._generators.draw(request.key, load_digest)
+            samples.append(sample)
+        return samples
 
     def _observe_loads(self, request: Request) -> None:
         """Tell `samestep verify` once if samples depend on more than their index and the seed."""
         self._observes = False
         # not the first load, which may create what later ones use
-        loads = self._digests(request._replace(compared_loads=3))[1:]
+        _, *loads = (self._digests(request, has_floats=True) for _ in range(3))
         if differs(loads) is not None:
             observe(kind="sample", name=type(self.dataset).__name__)
 
-    def _digest(self, request: Request) -> Sample:
-        return digest(*self._samples(request))
+    def _digest(self, request: Request, has_floats: bool) -> Sample:
+        return digest(*self._samples(request), has_floats=has_floats)
 
     def _samples(self, request: Request) -> list[Any]:
         if not hasattr(self.dataset, "__getitems__"):
@@ -333,7 +330,7 @@ def _identity(batch: Any) -> Any:
 def compared(use: Use, number: int) -> Request:
     """Return the request for the samples that workers compare."""
     key_of_draws = key(use.seed, "compare draws", number)
-    return Request(f"samples of {use.where}", use.indices(number), key_of_draws, compared_loads=1)
+    return Request(f"samples of {use.where}", use.indices(number), key_of_draws, is_compared=True)
 
 
 def load_now(
@@ -349,11 +346,6 @@ def load_now(
     options: dict[str, Any] = {"collate_fn": collate_fn, "loader_workers": min(1, loader_workers)}
     (answer,) = load(dataset, [request], pin_memory=False, **options)
     return answer
-
-
-def load_again(dataset: Any, request: Request, loader_workers: int, loads: int) -> Any:
-    """Return the answer to a request for several loads of the compared samples."""
-    return load_now(dataset, request._replace(compared_loads=loads), None, loader_workers)
 
 
 @dataclass(frozen=True)
@@ -423,8 +415,7 @@ def plan_batches(
     )
     for number, (epoch, step) in enumerate(positions()):
         if is_due(number, epoch, step):
-            again = partial(load_again, dataset, compared(use, epoch), loader_workers)
-            check.add(use, epoch, next(source)[0], again)
+            check.add(use, epoch, next(source))
         if number == 0 or step == 0:
             check.add_plan(use, epoch, plan.describe(epoch))
         origin = Origin(name, dataset, plan, epoch, step, lane_source.load)

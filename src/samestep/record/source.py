@@ -122,18 +122,6 @@ class Source:
                 raise long_line(f"{self.location}/{path}")
         return b""
 
-    def ends(self, count: int) -> tuple[bytes, bytes]:
-        """Return the complete lines in the first and the last `count` bytes of a local record.
-
-        Returns nothing for a record that is short, or at a URL.
-        """
-        size = self._files.size(join(self._folder, FILE_NAME)) or 0
-        if size <= 2 * count or not isinstance(self._files, LocalFiles):
-            return b"", b""
-        path = join(self._folder, FILE_NAME)
-        first, last = self._files.read(path, 0, count), self._files.read(path, size - count, size)
-        return first[: first.rfind(b"\n") + 1], last[last.find(b"\n") + 1 :]
-
     def log_sizes(self) -> dict[int, int]:
         """Return the bytes of each worker's log by rank, none if no launcher writes logs here."""
         sizes = self._files.sizes(join(self._folder, LOGS))

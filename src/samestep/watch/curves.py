@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final
@@ -95,16 +95,11 @@ class MovingAverage:
         self._mean = self._divisor = 0.0
         self._averages = array("d")
 
-    def over(self, values: NDArray[Any], counts: NDArray[Any] | None = None) -> NDArray[np.float64]:
-        """Return the average at each value, float64 [N]; earlier calls had a prefix of `values`.
-
-        A value may be the mean of several, as `counts` says [N].
-        """
-        new = slice(len(self._averages), None)
-        weights = np.full(len(values[new]), self.weight)
-        weights = weights if counts is None else weights ** counts[new]
-        mean, divisor, append = self._mean, self._divisor, self._averages.append
-        for value, weight in zip(values[new].tolist(), weights.tolist(), strict=True):
+    def over(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the average at each value, float64 [N]; earlier calls had a prefix of `values`."""
+        weight, mean, divisor = self.weight, self._mean, self._divisor
+        append = self._averages.append
+        for value in values[len(self._averages) :].tolist():
             if math.isfinite(value):
                 mean = weight * mean + (1 - weight) * value
                 divisor = weight * divisor + (1 - weight)
@@ -116,21 +111,16 @@ class MovingAverage:
 
 
 class Curve:
-    """A scalar's points as float64: 25 bytes each, 16 more with a band, 8 more once smoothed.
-
-    `thin` bounds them. The points that are left then stand for all those since the one before:
-    they have their `count`, and the mean of their finite values.
-    """
+    """A scalar's points as float64: 25 bytes each, 16 more with a band, 8 more once smoothed."""
 
     def __init__(self) -> None:
         self._table = Table(np.float64, np.bool_, np.float64, np.float64)
         # step, between, time, value
         self._band: Table | None = None  # low, high
-        self._spans: Table | None = None  # count, mean
         self._average: MovingAverage | None = None
         self._summary: tuple[int, dict[str, float | None]] | None = None  # of that many points
         self._hash, self._hashed = blake2b(digest_size=8), 0  # of all points; that many rows
-        self.size = 0  # points, with those that `thin` left out
+        self.is_thinned = False
 
     def __len__(self) -> int:
         return len(self._table)
@@ -144,26 +134,20 @@ class Curve:
         high: float = math.nan,
     ) -> None:
         """Append a point; `low` and `high` are NaN if it has no band."""
-        self.size += 1
         if low == low or high == high:  # noqa: PLR0124  not NaN
             self._begin_band()
         self._table.append((position[0], not position[1], time, value))
         if self._band is not None:
             self._band.append((low, high))
-        if self._spans is not None:
-            self._spans.append((1.0, value))
 
     def extend(self, points: NDArray[Any], band: NDArray[Any] | None = None) -> None:
         """Append points [step, between, time and value; N], with their `band` [low and high; N]."""
         count = points.shape[1]
-        self.size += count
         if band is not None and not np.isnan(band).all():
             self._begin_band()
         self._table.extend(*points)
         if self._band is not None:
             self._band.extend(*(np.full((2, count), math.nan) if band is None else band))
-        if self._spans is not None:
-            self._spans.extend(np.ones(count), points[3])
 
     def _begin_band(self) -> None:
         if self._band is None:
@@ -176,14 +160,22 @@ class Curve:
         return sum(table.nbytes for table in self._tables())
 
     def flush(self, rows: int) -> None:
-        """Put appended points into arrays, and keep at most `rows` of them."""
+        """Put appended points into arrays, and keep at most `rows` of them, with the extremes."""
         for table in self._tables():
             table.flush()
         if len(self) > rows:
-            self.thin(rows)
+            step, _, _, value = self._table.columns()
+            edges = () if self._band is None else self._band.columns()
+            x = np.arange(len(step)) if (step[1:] < step[:-1]).any() else step
+            kept = select_points(x, [value, *edges[:1]], [value, *edges[1:]], rows // 2)
+            self.digest()  # of what goes as well
+            for table in self._tables():
+                table.filter(kept)
+            self._average, self._summary, self.is_thinned = None, None, True
+            self._hashed = len(kept)
 
     def _tables(self) -> list[Table]:
-        return [table for table in (self._table, self._band, self._spans) if table is not None]
+        return [table for table in (self._table, self._band) if table is not None]
 
     def discard_after(self, last: StepPosition) -> None:
         """Remove all points after a position."""
@@ -193,27 +185,6 @@ class Curve:
             table.filter(kept)
         self._average = self._summary = None
         self._hash, self._hashed = blake2b(digest_size=8), 0
-        counts = None if self._spans is None else self._spans.columns()[0]
-        self.size = len(self) if counts is None else int(counts.sum())
-
-    def thin(self, rows: int) -> None:
-        """Keep about half of `rows` points: the first, last, lowest and highest of equal spans."""
-        self.digest()
-        step, _, _, value = self._table.columns()
-        edges = () if self._band is None else self._band.columns()
-        x = np.arange(len(step)) if (step[1:] < step[:-1]).any() else step
-        kept = select_points(x, [value, *edges[:1]], [value, *edges[1:]], rows // 2)
-        counts, means = self._spans.columns() if self._spans else (np.ones(len(value)), value)
-        starts = np.concatenate([[0], kept[:-1] + 1])
-        finite = np.where(np.isfinite(means), counts, 0.0)
-        weight = np.add.reduceat(finite, starts)
-        total = np.add.reduceat(finite * np.where(finite > 0, means, 0.0), starts)
-        mean = np.divide(total, weight, out=np.full(len(kept), np.nan), where=weight > 0)
-        for table in self._tables():
-            table.filter(kept)
-        self._spans = Table(np.float64, np.float64)
-        self._spans.extend(np.add.reduceat(counts, starts), mean)
-        self._average, self._hashed = None, len(kept)
 
     def summary(self) -> dict[str, float | None]:
         """Return the number of points, and the last, lowest and highest value or None.
@@ -221,21 +192,23 @@ class Curve:
         `lowest_step` and `highest_step` are the steps of the first of those, `lowest_done` and
         `highest_done` the numbers of steps that were complete after it, as in the names of
         snapshots. `trend` is the relative change from the mean of the fifth of the finite values
-        before the newest fifth to its mean.
+        before the newest fifth to its mean, None for a thinned curve.
         """
-        if self._summary is None or self._summary[0] != self.size:
+        if self._summary is None or self._summary[0] != len(self):
             step, between, _, value = self._table.columns()
             done = step + ~between
             rows = np.flatnonzero(np.isfinite(value))
             finite = value[rows]
-            last = float(value[-1]) if len(value) and np.isfinite(value[-1]) else None
-            summary: dict[str, float | None] = {"points": self.size, "last": last}
+            summary: dict[str, float | None] = {
+                "points": len(self),
+                "last": float(value[-1]) if len(value) and np.isfinite(value[-1]) else None,
+                "trend": None if self.is_thinned else _trend(finite),  # extremes tell no mean
+            }
             for name, find in (("lowest", np.argmin), ("highest", np.argmax)):
                 row = rows[find(finite)] if len(rows) else None
                 for key, column in ((name, value), (f"{name}_step", step), (f"{name}_done", done)):
                     summary[key] = None if row is None else float(column[row])
-            summary["trend"] = _trend(finite) if self._spans is None else _trend_of(self._spans)
-            self._summary = self.size, summary
+            self._summary = len(self), summary
         return self._summary[1]
 
     def digest(self) -> str:
@@ -265,12 +238,11 @@ class Curve:
         low, high = (None, None) if self._band is None else self._band.columns()
         if low is not None and np.isnan(low).all():
             low = high = None
-        count, mean = (None, None) if self._spans is None else self._spans.columns()
         if smooth > 0:
             if self._average is None or self._average.weight != smooth:
                 self._average = MovingAverage(smooth)
-            average = self._average.over(value if mean is None else mean, count)
-        return Points(step, done, time, value, low, high, average, count=count, mean=mean)
+            average = self._average.over(value)
+        return Points(step, done, time, value, low, high, average, is_thinned=self.is_thinned)
 
 
 def _trend(values: NDArray[Any]) -> float | None:
@@ -279,22 +251,8 @@ def _trend(values: NDArray[Any]) -> float | None:
         return None
     with np.errstate(over="ignore"):
         before, now = float(values[-2 * size : -size].mean()), float(values[-size:].mean())
-    return _change(before, now)
-
-
-def _change(before: float, now: float) -> float | None:
     change = (now - before) / abs(before) if before else math.nan
     return change if math.isfinite(change) else None
-
-
-def _trend_of(spans: Table) -> float | None:
-    """Return the trend of a thinned curve; its means have weights."""
-    count, mean = (column[np.isfinite(spans.columns()[1])] for column in spans.columns())
-    fifth = 5 * np.cumsum(count) / max(1.0, count.sum())
-    parts = ((fifth > 3) & (fifth <= 4), fifth > 4)
-    if not all(part.any() for part in parts):
-        return None
-    return _change(*(float(np.average(mean[part], weights=count[part])) for part in parts))
 
 
 class HostUse:
@@ -360,11 +318,10 @@ def _percent(part: object, total: object) -> float | None:
 
 @dataclass(frozen=True)
 class Points:
-    """Points in the order of the record, float64 [N] each; the last seven may be None.
+    """Points in the order of the record, float64 [N] each; the last five may be None.
 
     `done` is the number of complete steps at a point, `samples` that of the samples used by them,
-    and `runs` how many runs the value is the mean of. `count` is the number of points of the record
-    since the previous one, which a thinned curve leaves out, and `mean` that of their values.
+    and `runs` how many runs the value is the mean of.
     """
 
     step: NDArray[Any]
@@ -376,15 +333,14 @@ class Points:
     smooth: NDArray[Any] | None
     samples: NDArray[Any] | None = None
     runs: NDArray[Any] | None = None
-    count: NDArray[Any] | None = None
-    mean: NDArray[Any] | None = None
+    is_thinned: bool = False
 
     def at(self, rows: NDArray[np.intp] | slice) -> Points:
         """Return some of the points."""
-        columns: list[Any] = [
-            None if column is None else column[rows] for column in vars(self).values()
-        ]
-        return Points(*columns)
+        columns = ((name, column) for name, column in vars(self).items() if column is not None)
+        return replace(
+            self, **{name: column[rows] for name, column in columns if name != "is_thinned"}
+        )
 
     def to_json(
         self, start: float | None, end: float | None, points: int, axis: str
@@ -411,8 +367,8 @@ class Points:
             "smooth": None if drawn.smooth is None else to_list(drawn.smooth),
             "runs": None if drawn.runs is None else to_list(drawn.runs),
             "spans": spans,  # points with the same number stand for all points between them
-            "points": len(x) if inside.count is None else int(inside.count.sum()),
-            "exact": spans is None and (inside.count is None or bool((inside.count == 1).all())),
+            "points": len(x),
+            "exact": spans is None and not self.is_thinned,
         }
 
 

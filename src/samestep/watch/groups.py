@@ -35,7 +35,7 @@ def mean_curve(
         run = view.points(name, smooth, axis)
         x = getattr(run, axis) - (view.started if axis == "time" else 0.0)
         order = np.argsort(x, kind="stable")
-        y = next(y for y in (run.smooth, run.mean, run.value) if y is not None)
+        y = run.value if run.smooth is None else run.smooth
         curves.append((x[order], np.where(np.isfinite(y), y, np.nan)[order]))
     places = np.unique(np.concatenate([x for x, _ in curves]))
     places = places[row_range(places, start, end)]

@@ -188,7 +188,6 @@ class Follower(threading.Thread):
         self._interval, self._scan_interval = intervals
         self._stopped = threading.Event()
         self.faults: dict[str, str] = {}  # by location: why it cannot be read now
-        self._peeked: set[str] = set()  # the runs of which both ends were read
         self._due: dict[str, tuple[float, float]] = {}  # by run: next poll, last news
 
     def stop(self) -> None:
@@ -212,19 +211,13 @@ class Follower(threading.Thread):
         before = {view.id for view in self._views.at(self._location)}
         masked = mask_urls(self._location)
         is_new = self._try(masked, lambda: self._views.scan(self._location))
-        views = {view.id: view for view in self._views.at(self._location)}
-        after = set(views)
-        seen = {name for name in after - self._peeked if self._peek(views[name])}
-        self._peeked = after
-        if changed := (before ^ after) | seen:
+        after = {view.id for view in self._views.at(self._location)}
+        if changed := before ^ after:
             locations = {view.source.location for view in self._views.at(self._location)}
             for gone in self.faults.keys() - locations - {masked}:
                 del self.faults[gone]
             self._notify(changed)
         return is_new
-
-    def _peek(self, view: View) -> bool:
-        return not self._stopped.is_set() and self._try(view.source.location, view.peek)
 
     def _poll(self, view: View) -> bool:
         read = partial(self._try, view.source.location, view.advance)

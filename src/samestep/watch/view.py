@@ -21,7 +21,7 @@ import numpy as np
 from samestep.config import Config
 from samestep.errors import RecordError
 from samestep.record.events import parse_events
-from samestep.record.source import STARTS, Source
+from samestep.record.source import Source
 from samestep.watch.curves import (
     AXES,
     Curve,
@@ -38,7 +38,6 @@ from samestep.watch.timings import started_workers, worker_rows
 
 EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
 TAIL_BYTES: Final = 1024
-PEEK_BYTES: Final = 8 * 1024  # at each end: a start event with its settings, and some steps
 LONG_BYTES: Final = 2**24  # of a record: reading it takes a second
 SILENT_SECONDS: Final = 60.0
 SILENT_STEPS: Final = 5
@@ -90,23 +89,7 @@ class View:
         self._offset = 0
         self._tail = b""  # the last bytes read, to recognize the record
         self._was_read = False  # to its end at least once
-        self._glimpse: RunState | None = None  # after the events at both ends of the record
         self._seen: float | None = None  # time of the last news since then
-
-    def peek(self) -> bool:
-        """Read both ends of a long local record, and return whether that shows its row.
-
-        Until the record is read, the row then has all but what needs the events between, such as
-        the best scores. Raises `RecordError`.
-        """
-        first, last = self.source.ends(PEEK_BYTES)
-        starts = (event for event in parse_events(first) if event.get("event") in STARTS)
-        run = RunState()
-        for event in chain(islice(starts, 1), parse_events(last)):
-            run.apply(event)
-        with self._lock:
-            self._glimpse = run if run.start and not self._was_read else None
-        return self._glimpse is not None
 
     def refresh(self) -> bool:
         """Read everything new, and return whether there was any. Raises `RecordError`."""
@@ -129,9 +112,9 @@ class View:
         data = self._read_next()
         if not data:
             with self._lock:
+                is_news = not self._was_read and self._offset >= LONG_BYTES  # no share any more
                 self._is_read = self._was_read = True
-                glimpse, self._glimpse = self._glimpse, None
-            return glimpse is not None  # what the row lacked until now is news
+            return is_news
         read = list(parse_events(data))  # all or none: a newer format raises
         lines, events = sum(1 for line in data.split(b"\n") if line), iter(read)
         while batch := list(islice(events, EVENTS_AT_A_TIME)):
@@ -188,15 +171,12 @@ class View:
     def row(self) -> dict[str, Any]:
         """Return the run's row in a list of runs."""
         with self._lock:
-            return self._row(self._known_run(), time.time())
+            return self._row(self._run, time.time())
 
     def _share_read(self) -> float | None:
         """Return the share of a long record that has been read, None if that is all of it."""
         size = self.source.size
         return None if self._was_read or size < LONG_BYTES else min(1.0, self._offset / size)
-
-    def _known_run(self) -> RunState:
-        return self._run if self._was_read else self._glimpse or self._run
 
     def _row(self, run: RunState, now: float) -> dict[str, Any]:
         progress = _progress(run, is_running=False)
@@ -209,7 +189,7 @@ class View:
             "state": _state(run, now, self._seen),
             "started": run.started,
             "updated": run.updated,
-            "elapsed": None if run is self._glimpse else run.elapsed,
+            "elapsed": run.elapsed,
             "nonfinite": [
                 {"name": name, "step": since}
                 for name, curve in curves.items()
@@ -229,7 +209,7 @@ class View:
         """Return everything about the run except its curves."""
         with self._lock:
             run, now = self._run, time.time()
-            row, config = self._row(self._known_run(), now), run.start.get("config")
+            row, config = self._row(self._run, now), run.start.get("config")
             is_running = row["state"] == "running" and self._was_read
             curves, score = run.curves, run.principal
             config = _config(config) if isinstance(config, dict) else {}
@@ -281,11 +261,9 @@ class View:
     def table_row(self) -> dict[str, Any]:
         """Return the run's row in the table of runs: tags, scores by scalar, settings, origin."""
         with self._lock:
-            run = self._known_run()
+            run = self._run
             curves, score = run.curves, run.principal
             scores = {name: curve.summary() for name, curve in curves.items()}
-            if run is self._glimpse:  # the best ones may be between both ends
-                scores = {name: {"last": each["last"]} for name, each in scores.items()}
             config = run.start.get("config")
             config = _config(config) if isinstance(config, dict) else {}
             row = {**self._row(run, time.time()), **self._notes(), **_origin(run)}
