@@ -109,8 +109,11 @@ class StepPlugin:
     def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
         """Look at the gradients of a lane, before they are added to those of others."""
 
-    def report(self) -> Any:
-        """Return JSON for `compare`, after the lanes of this worker."""
+    def report(self) -> Callable[[], Any] | None:
+        """Look at the lanes of this worker after their end.
+
+        Return what returns JSON for `compare`, as soon as GPUs have computed the lanes.
+        """
 
     def compare(self, reports: Sequence[Any]) -> None:
         """Compare the reports of all workers, by rank, before gradients are set."""
@@ -146,9 +149,9 @@ class StepPlugins:
         for plugin in self._after:
             plugin.after_lane(lane_pass, lane, gradients)
 
-    def report(self) -> list[Any]:
-        """Return the report of each, as JSON."""
-        return [plugin.report() for plugin in self._report]
+    def report(self) -> list[Callable[[], Any]]:
+        """Return what returns the report of each, as JSON."""
+        return [plugin.report() or _nothing for plugin in self._report]
 
     def compare(self, reports: Sequence[Sequence[Any]]) -> None:
         """Let each compare its reports of all workers; `reports` are those of `report`, by rank."""
@@ -160,6 +163,10 @@ class StepPlugins:
         """Let all of them look at the results of the step."""
         for plugin in self._end:
             plugin.end(result)
+
+
+def _nothing() -> None:
+    """Return the report of a plugin that has none."""
 
 
 @contextmanager
