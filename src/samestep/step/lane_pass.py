@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from samestep.torch_internals import (
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
+Plugin = TypeVar("Plugin")
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
 
 
@@ -122,14 +124,17 @@ class StepPlugin:
         """Look at the results of the step, after gradients are set."""
 
 
+def overriding(plugins: Sequence[Plugin], kind: type[Plugin], method: str) -> list[Plugin]:
+    """Return the plugins of a kind that override a method: that of others does nothing."""
+    default = getattr(kind, method)
+    return [plugin for plugin in plugins if getattr(type(plugin), method) is not default]
+
+
 class StepPlugins:
     """The plugins of a run, of which each step calls what they have."""
 
     def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
-        def having(method: str) -> list[Any]:
-            default = getattr(StepPlugin, method)
-            return [plugin for plugin in plugins if getattr(type(plugin), method) is not default]
-
+        having = partial(overriding, plugins, StepPlugin)
         self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
         self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
 
