@@ -41,6 +41,7 @@ ELSEWHERE = {
     "run/progress.py": "run/test_resume.py",
     "run/replay.py": "tools/test_replay.py",
     "run/run.py": "run/test_same_bits.py",
+    "run/plugin.py": "run/test_resume.py",
     "run/session.py": "run/test_resume.py",
     "run/start.py": "run/test_resume.py",
     "run/training.py": "run/test_gradient.py",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from samestep.run import progress_line
+from samestep.run.plugin import EndedStep
 from samestep.run.progress_line import ProgressLine
 from tests.terminal import shown, started
 
@@ -130,11 +131,16 @@ def planned(**fields):
     return {"steps": 40, "epochs": 4, "steps_per_epoch": 10, "ends_with_epoch": False, **fields}
 
 
+def batch_of(samples, epoch):
+    return SimpleNamespace(counts=None if samples is None else [samples], epoch=epoch)
+
+
 def take(loops, step, name="train", seconds=1.0, epoch=None, samples=8, losses=(0.25,)):
     loops.now[0] += seconds
     for loss in losses:
         loops.line.add({"loss": loss})
-    loops.line.end_step(step, name, step, (step - 1) // 10 if epoch is None else epoch, samples)
+    epoch = (step - 1) // 10 if epoch is None else epoch
+    loops.line.end_step(EndedStep(step, name, step, batch_of(samples, epoch)))
 
 
 def test_evaluations_count_for_the_time_left_but_not_for_the_speed(loops):
@@ -195,6 +201,6 @@ def test_the_time_left_ends_with_the_epoch_or_where_the_run_stops(loops):
     line.begin_loop("train", planned())
     for step in range(1, 7):
         loops.now[0] += 1
-        line.end_step(step, "train", step, 0, 8)
+        line.end_step(EndedStep(step, "train", step, batch_of(8, 0)))
     assert texts[-2].endswith("  0:01 left")
     assert texts[-1].endswith(" samples/s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,10 +20,10 @@ class DivisorCheck(StepPlugin):
         """Note the pass, which notes the divisors."""
         self._pass = lane_pass
 
-    def report(self) -> list[Any]:
-        """Return (lane, items, divisors) of this worker's lanes."""
+    def report(self) -> Callable[[], list[Any]]:
+        """Return what returns (lane, items, divisors) of this worker's lanes."""
         lane_pass, self._pass = self._pass, None
-        return [] if lane_pass is None else lane_pass.divisors()
+        return lambda: [] if lane_pass is None else lane_pass.divisors()
 
     def compare(self, reports: Sequence[Any]) -> None:
         """Raise `LossError` if means, weighted by samples, would not give the mean of all."""

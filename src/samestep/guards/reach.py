@@ -153,7 +153,8 @@ class Reach(StepPlugin):
         self._roots = {**roots, "modules": list(self._modules)}
         is_unknown = self._is_unknown()
         is_due = self._is_due(step)
-        if self._hashed is None and (is_due or is_unknown):
+        compares_bits = is_unknown or (is_due and self._calls != WATCHED_CALLS)
+        if self._hashed is None and compares_bits:
             self._hashed = 0
         if self._current is None:
             if is_due or (not is_watched and self._have_grown()):
@@ -253,7 +254,9 @@ class Reach(StepPlugin):
         if (start := self._hashed) is None:
             return []
         size = max(FEWEST_HASHED, -(-len(tensors) // PASS_CALLS))
-        end = len(tensors) if self._calls == 1 else start + size
+        # a GPU hashes all of them as fast as some, and each time has to be awaited
+        is_on_gpu = bool(tensors) and tensors[0].device.type != "cpu"
+        end = len(tensors) if self._calls == 1 or is_on_gpu else start + size
         self._hashed = end if end < len(tensors) else None
         return tensors[start:end]
 

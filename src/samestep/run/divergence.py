@@ -19,6 +19,7 @@ from samestep.data.nested import tensors_in
 from samestep.data.random_state import set_generators
 from samestep.data.search import KINDS
 from samestep.errors import DivergenceError
+from samestep.run.plugin import RunPlugin
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
 from samestep.step.hashing import bytes_of, hash_of, majority
@@ -30,7 +31,7 @@ MOST_VALUES: Final = 2000  # of one attribute that are compared
 COMPARING: Final = "comparing the workers' states"
 
 
-class DivergenceCheck:
+class DivergenceCheck(RunPlugin):
     """Compares tracked tensors that are not sharded, and those of replicated `modules`.
 
     Workers compare a digest of all bytes: a NaN is equal to itself, and 0.0 differs from -0.0. Only

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -18,6 +18,7 @@ import torch
 from samestep.data.generators import can_seed, get_state, observe
 from samestep.data.search import KINDS, walk
 from samestep.run.divergence import summary
+from samestep.run.plugin import RunPlugin
 from samestep.snapshot.manifest import NAME
 from samestep.user_code import is_installed, is_users
 
@@ -30,18 +31,22 @@ CONTAINERS: Final = (list, tuple, dict, set, deque)
 OF_MODULES: Final = ("._parameters[", "._buffers[")  # private attributes that are state
 
 
-class StepObserver:
+class StepObserver(RunPlugin):
     """Notes the variables of the script before each step, and kills this worker if it is told to.
 
     A variable that a resumed run has as it was at the start is not part of the snapshot.
     """
 
-    def __init__(self, rank: int, directory: Path | None) -> None:
-        self._rank, self._directory = rank, directory
+    def __init__(
+        self, rank: int, directory: Path | None, take_snapshot: Callable[[], object]
+    ) -> None:
+        self._rank, self._directory, self._take_snapshot = rank, directory, take_snapshot
         self._is_first = True
 
     def begin_step(self, step: int) -> None:
         """Note the variables before a step; kill the process once the snapshot before it exists."""
+        if step == 0:
+            self._take_snapshot()  # it also compares the state before the first step
         if self._rank == 0:
             values = values_of(script_variables())
             observe(kind="state", step=step, is_first=self._is_first, values=values)

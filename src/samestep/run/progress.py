@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -17,11 +17,9 @@ from samestep.errors import ConfigError, DataError, SnapshotError
 from samestep.metrics import Means
 from samestep.record.record import Record
 from samestep.run.alerts import LossAlerts, SkippedSteps
-from samestep.run.divergence import DivergenceCheck
 from samestep.run.loop_states import LoopStates
-from samestep.run.observer import StepObserver
+from samestep.run.plugin import EndedStep, RunPlugin, RunPlugins
 from samestep.run.process import StopRequest, announce
-from samestep.run.progress_line import ProgressLine
 from samestep.run.step_times import StepTimes
 from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
@@ -71,24 +69,22 @@ class Progress:
         snapshots: SnapshotManager,
         stop: StopRequest,
         lanes: LaneEngine,
-        divergence: DivergenceCheck,
+        times: StepTimes,
+        plugins: Sequence[RunPlugin],
         *,
         data_check: DataCheck,
         alerts: LossAlerts,
         resumed: Snapshot | None,
-        line: ProgressLine | None,
         check_directory: Callable[[], object],
         on_end: Callable[[], object],
     ) -> None:
         """`check_directory` is called in every step, `on_end` before the end is recorded."""
         self._check_directory, self._on_end = check_directory, on_end
         self._config, self._record, self._snapshots = config, record, snapshots
-        self._stop, self._lanes, self._divergence = stop, lanes, divergence
-        self._data_check, self._line, self.alerts = data_check, line, alerts
+        self._stop, self._lanes, self.times = stop, lanes, times
+        self._plugins = RunPlugins([times, *plugins])
+        self._data_check, self.alerts = data_check, alerts
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
-        # of `samestep verify`
-        self._observer = StepObserver(lanes.world.rank, config.dir) if is_observed() else None
-        self.times = StepTimes(record, snapshots, lanes, line)
         state: Mapping[str, Any] = {} if resumed is None else resumed.state["run"]
         self.loops = LoopStates(resumed)
         self.step = self._first_step = state.get("step", 0)
@@ -129,8 +125,7 @@ class Progress:
         self._record.event(
             "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
         )
-        if self._line is not None:
-            self._line.begin_loop(name, planned)
+        self._plugins.begin_loop(name, planned)
 
     def begin_step(self, loop: str, batch: Batch, complete: Callable[[], int]) -> None:
         """Start a step of a loop; `complete` advances the loop and returns its next epoch.
@@ -152,18 +147,14 @@ class Progress:
             )
         if self._is_last():
             # A resumed run may already be at `stop_after`.
-            self._divergence.expire()
+            self._plugins.expire()
             self._stop_run()
         if self._has_ended:
             self._has_ended = False
             if self.is_main:
                 announce(TRAINS_ON.format(self.step))
-        if self._observer is not None:
-            if self.step == 0:
-                self._take_snapshot()  # it also compares the state before the first step
-            self._observer.begin_step(self.step)
+        self._plugins.begin_step(self.step)
         self.epoch = batch.epoch
-        self.times.begin_step()
         self._current = CurrentStep(loop, batch, complete)
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
@@ -184,17 +175,14 @@ class Progress:
         self._lanes.manual.check_complete()  # the loop over its lanes
         # The order matters: the position advances first, so that a snapshot continues with the next
         # step. A state is compared before it is saved, and saved before the run stops.
-        self._divergence.expire()
+        self._plugins.expire()
         self.epoch = self._current.complete()
-        self.times.end_step(self._current.batch)
-        if self._line is not None:
-            loop, batch = self._current.loop, self._current.batch
-            samples = None if batch.counts is None else sum(batch.counts)
-            done = self.loops.positions[loop].done
-            self._line.end_step(self.step + 1, loop, done, batch.epoch, samples)
+        loop = self._current.loop
+        done = self.loops.positions[loop].done
+        self._plugins.end_step(EndedStep(self.step + 1, loop, done, self._current.batch))
         self._current = None
         self.step += 1
-        self._divergence.compare_if_due(self.step)
+        self._plugins.compare_if_due(self.step)
         # to the launcher, whose memory outlives this worker
         self._snapshots.in_memory.report_step(self.step)
         decision, self._decision = self._decision, Decision()
@@ -215,7 +203,7 @@ class Progress:
         resumed run that finds the loop complete draws the same.
         """
         self.status.set_activity(OUTSIDE)
-        self._divergence.expire()
+        self._plugins.expire()
         # Also for a step without a backward call, which has exchanged no note.
         self._exchange_notes("ending a loop")
         decision, self._decision = self._decision, Decision()
@@ -236,7 +224,7 @@ class Progress:
     def snapshot(self, score: float | None, *, now: bool) -> None:
         """Take a snapshot now, or without `now` at the end of the current step."""
         self.complete_left_step()
-        self._divergence.expire()
+        self._plugins.expire()
         # In a step, its end takes the snapshot: parts of the state may be updated, others not.
         self._requested, self._score = True, score
         if self._current is None or self._current.left:
@@ -269,7 +257,7 @@ class Progress:
         self.complete_left_step()
         if self._current is not None and not self._current.left:
             raise SnapshotError("run.best_snapshot was called in a step; call it after the loop")
-        self._divergence.expire()
+        self._plugins.expire()
         self._take_snapshot()
         self._snapshots.wait()
         with self.status.doing("loading the best snapshot"):
@@ -277,7 +265,7 @@ class Progress:
 
     def end_run(self) -> None:
         """Take the last snapshot and return when it is complete."""
-        self._divergence.expire()
+        self._plugins.expire()
         self.complete_left_step()
         self._has_ended = True
         self._stop.defer(active=True)  # a signal now waits for the last snapshot
@@ -308,7 +296,7 @@ class Progress:
             "snapshot_due": self._snapshots.time_is_up(),
             "copy_due": self._snapshots.in_memory.time_is_up(),
             "writing": self._snapshots.is_writing,
-            "seconds": self.times.note(),
+            "plugins": self._plugins.note(),
             "data": self._data_check.note(),
         }
 
@@ -323,13 +311,12 @@ class Progress:
         writing = any(note["writing"] for note in notes)
         copy_due = all(note["copy_due"] for note in notes)  # the others wait for the slowest
         self._decision = Decision(signal, notes[0]["snapshot_due"], copy_due, writing)
-        self.times.record(self.step, [note["seconds"] for note in notes])
+        self._plugins.receive(self.step, [note["plugins"] for note in notes])
         self.status.set_activity(OUTSIDE if self._current is None else BODY)
 
     def show(self, means: Means) -> None:
-        """Show the means of a backward call of this step on the terminal, if there is one."""
-        if self._line is not None:
-            self._line.add(means)
+        """Show the means of a backward call of this step to plugins."""
+        self._plugins.add(means)
 
     def add_norm(self, norm: torch.Tensor, max_norm: float) -> None:
         """Note the norm of this step's gradients before they were clipped, for the record.
@@ -376,7 +363,7 @@ class Progress:
         return {"run": run}, self.loops.own_state_dict()
 
     def _finish(self, event: str, **fields: Any) -> None:
-        self._divergence.compare_if_due(self.step, last=True)
+        self._plugins.compare_if_due(self.step, last=True)
         # also a barrier: no worker exits while others compute
         self._exchange_notes("ending the run")
         self.status.finish()  # an exit is no longer a failure

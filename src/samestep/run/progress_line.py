@@ -16,6 +16,7 @@ from samestep.cluster import ProcessInfo
 from samestep.handoff import TERMINAL, LauncherState
 from samestep.host import printable
 from samestep.metrics import Means
+from samestep.run.plugin import EndedStep, RunPlugin
 from samestep.terminal import GAP, TerminalLine, columns_of
 
 SECONDS: Final = 0.25  # between two updates
@@ -37,7 +38,7 @@ class Pace:
     marks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
 
-class ProgressLine:
+class ProgressLine(RunPlugin):
     """Shows epoch, step, loss, speed and the time left of the current loop.
 
     It is updated at most every `SECONDS`, with the losses that the host has anyway: nothing waits
@@ -59,11 +60,10 @@ class ProgressLine:
         """Add the means of a call of the current step."""
         self._means.append(means)
 
-    def end_step(self, step: int, name: str, done: int, epoch: int, samples: int | None) -> None:
-        """Count a step of a loop, its number `done`, and show it if the last update is old.
-
-        `epoch` counts from 0; `samples` are those of the step on all workers.
-        """
+    def end_step(self, ended: EndedStep) -> None:
+        """Count a step of a loop, and show it if the last update is old."""
+        step, name, done, batch = ended
+        samples = None if batch.counts is None else sum(batch.counts)  # of all workers
         pace, means, self._means = self._loops[name], self._means, []
         if pace.samples is not None:
             pace.samples = None if samples is None else pace.samples + samples
@@ -75,7 +75,7 @@ class ProgressLine:
         pace.marks.append((now - self._evaluated, done if pace.samples is None else pace.samples))
         parts = [
             "" if name == DEFAULT_LOOP else printable(name),
-            *_position(pace.planned, done, epoch),
+            *_position(pace.planned, done, batch.epoch),
             _losses(means),
             _speed(pace),
             self._left(pace, now, step, done),

@@ -44,11 +44,14 @@ from samestep.run.environment import (
     inputs_of_program,
     warn_of_workers,
 )
+from samestep.run.observer import StepObserver
+from samestep.run.plugin import RunPlugin
 from samestep.run.process import StopRequest, SystemSampler, announce, gpu_names, set_up_devices
 from samestep.run.progress import Progress
 from samestep.run.progress_line import open_line
 from samestep.run.replay import Replay, Request
 from samestep.run.start import SharedDirectory, Start
+from samestep.run.step_times import StepTimes
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.read import Snapshot
@@ -215,21 +218,29 @@ class Session:
         self.stop = StopRequest(deferring=resumed is not None and resumed.in_memory)
         self._exits.callback(self.stop.close)
         self.data_check = DataCheck(config.seed, world.rank, world.size, world.all_gather_json)
+        line = None
+        if config.progress:
+            line = open_line(self._process, config.stop_after, self._exits.callback)
+        plugins: list[RunPlugin] = [self.divergence, *([] if line is None else [line])]
+        if is_observed():
+            plugins.append(
+                StepObserver(
+                    world.rank, config.dir, lambda: self.progress.snapshot(None, now=False)
+                )
+            )
         return Progress(
             config,
             self.record,
             self.snapshots,
             self.stop,
             self.lanes,
-            self.divergence,
+            StepTimes(self.record, self.snapshots, self.lanes, line),
+            plugins,
             data_check=self.data_check,
             alerts=LossAlerts(
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),
             resumed=resumed,
-            line=open_line(self._process, config.stop_after, self._exits.callback)
-            if config.progress
-            else None,
             check_directory=lock.check if lock else lambda: None,
             on_end=self._samplers.close,
         )

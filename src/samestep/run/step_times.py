@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from samestep.data.batch import Batch
 from samestep.record.record import OWN, Record
+from samestep.run.plugin import EndedStep, RunPlugin
 from samestep.run.progress_line import ProgressLine
 from samestep.snapshot.manager import SnapshotManager
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.scaling import learning_rate, on_host
 
 
-class StepTimes:
+class StepTimes(RunPlugin):
     """Measures each step; the notes of the next one carry the seconds to all workers."""
 
     def __init__(
@@ -77,17 +77,17 @@ class StepTimes:
             if line is not None:
                 line.evaluating(seconds)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Start the clock with the first step."""
         self._measured = self._measured or (time.monotonic(), self._status.waited)
 
-    def end_step(self, batch: Batch) -> None:
-        """Measure the step of a batch."""
+    def end_step(self, ended: EndedStep) -> None:
+        """Measure the step."""
         now = (time.monotonic(), self._status.waited)
         began, waited = self._measured or now
         self._measured = now
         self._seconds = {
-            "data": batch.data_seconds,
+            "data": ended.batch.data_seconds,
             **self._lanes.take_seconds(),
             "optimizer": self._optimizer_seconds,
             "snapshot": self._snapshots.take_stall_seconds(),
@@ -102,12 +102,12 @@ class StepTimes:
         """Return this worker's seconds in each phase of the step before; none twice."""
         return {**self._seconds, **self._gpu_seconds()}
 
-    def record(self, step: int, seconds: list[dict[str, float]]) -> None:
+    def receive(self, step: int, notes: Sequence[Any]) -> None:
         """Record the seconds of all workers in the step before `step`, once."""
         if not self._seconds:
             return
         updates, self._ended_updates = self._ended_updates, {}
         if "norms" in updates:
             updates["norms"] = [[float(norm), limit] for norm, limit in updates["norms"]]
-        self._record.timing(step - 1, seconds, updates)
+        self._record.timing(step - 1, notes, updates)
         self._seconds, self._gpu_seconds = {}, dict

@@ -232,15 +232,15 @@ class LaneEngine(LaneContext):
         begun = self.gpu_clock.mark()
         with self.manual.lanes(), self.refusals():
             call.own_gradients = yield from lane_pass.run()
-            self.world.wait_for_gpu()
             of_plugins = self.plugins.report()
         call.computed = self.gpu_clock.mark()
         self.gpu_clock.add("compute", begun, call.computed)
+        self.world.wait_for_gpu()
         report = lane_pass.report(call.own_gradients)  # reads losses, which a GPU has computed
         elsewhere = lane_pass.inputs.data_seconds + lane_pass.exchange_seconds
         self.compute_seconds += time.perf_counter() - call.started - elsewhere
         self.exchange_seconds += lane_pass.exchange_seconds
-        return {**report, "plugins": of_plugins}
+        return {**report, "plugins": [read() for read in of_plugins]}
 
     def _exchange(
         self, call: _Call, report: Mapping[str, Any], note: Callable[[], Any]

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from samestep.torch_internals import (
 LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
+Plugin = TypeVar("Plugin")
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
 
 
@@ -109,8 +111,11 @@ class StepPlugin:
     def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
         """Look at the gradients of a lane, before they are added to those of others."""
 
-    def report(self) -> Any:
-        """Return JSON for `compare`, after the lanes of this worker."""
+    def report(self) -> Callable[[], Any] | None:
+        """Look at the lanes of this worker after their end.
+
+        Return what returns JSON for `compare`, as soon as GPUs have computed the lanes.
+        """
 
     def compare(self, reports: Sequence[Any]) -> None:
         """Compare the reports of all workers, by rank, before gradients are set."""
@@ -119,14 +124,17 @@ class StepPlugin:
         """Look at the results of the step, after gradients are set."""
 
 
+def overriding(plugins: Sequence[Plugin], kind: type[Plugin], method: str) -> list[Plugin]:
+    """Return the plugins of a kind that override a method: that of others does nothing."""
+    default = getattr(kind, method)
+    return [plugin for plugin in plugins if getattr(type(plugin), method) is not default]
+
+
 class StepPlugins:
     """The plugins of a run, of which each step calls what they have."""
 
     def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
-        def having(method: str) -> list[Any]:
-            default = getattr(StepPlugin, method)
-            return [plugin for plugin in plugins if getattr(type(plugin), method) is not default]
-
+        having = partial(overriding, plugins, StepPlugin)
         self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
         self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
 
@@ -146,9 +154,9 @@ class StepPlugins:
         for plugin in self._after:
             plugin.after_lane(lane_pass, lane, gradients)
 
-    def report(self) -> list[Any]:
-        """Return the report of each, as JSON."""
-        return [plugin.report() for plugin in self._report]
+    def report(self) -> list[Callable[[], Any]]:
+        """Return what returns the report of each, as JSON."""
+        return [plugin.report() or _nothing for plugin in self._report]
 
     def compare(self, reports: Sequence[Sequence[Any]]) -> None:
         """Let each compare its reports of all workers; `reports` are those of `report`, by rank."""
@@ -160,6 +168,10 @@ class StepPlugins:
         """Let all of them look at the results of the step."""
         for plugin in self._end:
             plugin.end(result)
+
+
+def _nothing() -> None:
+    """Return the report of a plugin that has none."""
 
 
 @contextmanager

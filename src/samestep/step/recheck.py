@@ -90,13 +90,12 @@ class Recheck(StepPlugin):
         if self._check is not None:
             self._check.note(lane, gradients)
 
-    def report(self) -> dict[str, Hashes] | None:
-        """Compute the lane again on the worker that checks it; return JSON for `compare`."""
+    def report(self) -> Callable[[], dict[str, Hashes]] | None:
+        """Compute the lane again on the worker that checks it."""
         if self._check is None:
             return None
         self._check.repeat()
-        self._context.world.wait_for_gpu()
-        return self._check.report()
+        return self._check.report
 
     def compare(self, reports: Sequence[Any]) -> None:
         """Compare the reports of all workers. Raises `RecheckError` on all of them."""

@@ -1,0 +1,79 @@
+"""What watches a run between its steps: plugins, of which progress knows only this protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from samestep.data.batch import Batch
+from samestep.metrics import Means
+from samestep.step.lane_pass import overriding
+
+
+class EndedStep(NamedTuple):
+    """A step that has ended: its number in the run and in its loop, both from 1, and its batch."""
+
+    step: int
+    loop: str
+    done: int
+    batch: Batch
+
+
+class RunPlugin:
+    """Watches a run between its steps; all workers have those with notes in the same order.
+
+    A plugin overrides the methods that it needs; the others are not called.
+    """
+
+    def begin_loop(self, name: str, planned: Mapping[str, int | None]) -> None:
+        """Note the start of a loop; `planned` are its steps, over all resumes, and its data."""
+
+    def begin_step(self, step: int) -> None:
+        """Prepare for a step, before its body runs."""
+
+    def add(self, means: Means) -> None:
+        """Look at the means of a backward call of the step."""
+
+    def end_step(self, ended: EndedStep) -> None:
+        """Look at a step whose body has run."""
+
+    def expire(self) -> None:
+        """Forget what was compared, because user code ran after it."""
+
+    def compare_if_due(self, step: int, *, last: bool = False) -> None:
+        """Compare what the workers have after a step. May be collective."""
+
+    def note(self) -> Any:
+        """Return JSON that this worker sends with the losses of a step."""
+
+    def receive(self, step: int, notes: Sequence[Any]) -> None:
+        """Read the notes of all workers, by rank, during a step."""
+
+
+class RunPlugins:
+    """The plugins of a run, of which each call reaches those that override its method."""
+
+    def __init__(self, plugins: Sequence[RunPlugin]) -> None:
+        def each(method: str) -> Callable[..., None]:
+            having = overriding(plugins, RunPlugin, method)
+            calls = [getattr(plugin, method) for plugin in having]
+
+            def call(*arguments: Any, **options: Any) -> None:
+                for own in calls:
+                    own(*arguments, **options)
+
+            return call
+
+        self.begin_loop, self.begin_step = each("begin_loop"), each("begin_step")
+        self.add, self.end_step = each("add"), each("end_step")
+        self.expire, self.compare_if_due = each("expire"), each("compare_if_due")
+        self._noting = overriding(plugins, RunPlugin, "note")
+
+    def note(self) -> list[Any]:
+        """Return the notes of this worker, as JSON."""
+        return [plugin.note() for plugin in self._noting]
+
+    def receive(self, step: int, notes: Sequence[Sequence[Any]]) -> None:
+        """Let each read its notes of all workers; `notes` are those of `note`, by rank."""
+        for plugin, own in zip(self._noting, zip(*notes, strict=True), strict=True):
+            plugin.receive(step, own)
