@@ -17,8 +17,8 @@ def test_torch_is_described_by_its_version_and_build():
     assert (report["version"], report["cuda_build"]) == (torch.__version__, torch.version.cuda)
 
 
-def test_a_quick_probe_only_imports_torch_and_counts_gpus():
-    command = ["-m", "samestep.tools.doctor.probe", "--quick", "--gpus"]
+def test_the_probe_imports_torch_and_counts_gpus():
+    command = ["-m", "samestep.tools.doctor.probe", "--gpus"]
     report = json.loads(run_python(*command, check=True).stdout)
     assert report["gpus"] == 0  # conftest hides the GPUs of this machine
     assert report.keys() == {"import_seconds", "version", "cuda_build", "gpus"}
@@ -29,7 +29,6 @@ def test_a_quick_probe_only_imports_torch_and_counts_gpus():
     [
         ({"import_seconds": 40.0}, "note", "importing torch took 40 s"),
         ({"import_seconds": 2.0}, "", ""),
-        ({"workers_error": "timed out"}, "problem", "could not start or connect: timed out."),
     ],
 )
 def test_a_slow_import_is_only_a_note(tmp_path, report, severity, text):
@@ -42,11 +41,11 @@ def test_a_failing_import_of_torch_is_reported(tmp_path, monkeypatch):
     reason = "libwrong.so: cannot open shared object file"
     (tmp_path / "torch.py").write_text(f"raise ImportError({reason!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    report, failure = measure(quick=True, gpus=False)
+    report, failure = measure(gpus=False)
     assert report == {}
     assert failure.endswith(f"status 1: ImportError: {reason}")
 
 
 def test_a_missing_python_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(probe.sys, "executable", str(tmp_path / "python"))
-    assert "a process could not be started" in measure(quick=True, gpus=False)[1]
+    assert "a process could not be started" in measure(gpus=False)[1]
