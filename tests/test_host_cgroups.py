@@ -11,7 +11,6 @@ from samestep.host import (
     cpu_quota,
     memory_left,
     memory_limit,
-    process_limit,
     read_file,
     usable_cores,
 )
@@ -103,12 +102,7 @@ def test_the_limit_of_memory_is_found_and_what_is_left_of_it(files, tmp_path):
 )
 def test_no_limit_is_none(files, tmp_path):
     read = reader(tmp_path, files)
-    assert (memory_limit(read), memory_left(read), process_limit(read), cpu_quota(read)) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    assert (memory_limit(read), memory_left(read), cpu_quota(read)) == (None, None, None)
 
 
 def test_the_tightest_of_nested_groups_counts_and_nothing_is_left_of_what_was_exceeded(tmp_path):
@@ -139,14 +133,11 @@ def test_the_tighter_of_host_and_container_is_available(meminfo, limit, expected
     [
         member(
             "0::/job",
-            {"sys/fs/cgroup/job/pids.max": "100", "sys/fs/cgroup/job/cpu.max": "150000 100000"},
+            {"sys/fs/cgroup/job/cpu.max": "150000 100000"},
         ),
         member(
             VERSION_1,
-            {
-                "sys/fs/cgroup/pids/job/step/pids.max": "max",
-                "sys/fs/cgroup/pids/job/pids.max": "100",
-            },
+            {},
             {
                 "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "150000",
                 "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
@@ -159,9 +150,9 @@ def test_the_tighter_of_host_and_container_is_available(meminfo, limit, expected
     ],
     ids=["version 2", "version 1"],
 )
-def test_processes_and_processors_are_limited_likewise(files, tmp_path):
+def test_processors_are_limited_likewise(files, tmp_path):
     read = reader(tmp_path, files)
-    assert (process_limit(read), cpu_quota(read)) == (100, 1.5)
+    assert cpu_quota(read) == 1.5
 
 
 def test_this_system_says_how_much_there_is():

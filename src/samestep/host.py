@@ -322,11 +322,6 @@ def memory_limit(read: Read = read_file) -> int | None:
     return _lowest_limit(read, "memory", *MEMORY_LIMITS)
 
 
-def process_limit(read: Read = read_file) -> int | None:
-    """Return the maximum number of processes and threads, None if unlimited."""
-    return _lowest_limit(read, "pids", "pids.max")
-
-
 def cpu_quota(read: Read = read_file) -> float | None:
     """Return the CPU quota in cores, None if unlimited."""
     quotas = []

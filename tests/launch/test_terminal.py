@@ -154,7 +154,7 @@ def test_ctrl_c_says_what_is_left_of_a_run(before, directory, saves, expected, t
 
 
 def test_doctor_begins_with_the_verdict(tmp_path):
-    status, text = run_samestep("doctor", "--quick", folder=tmp_path, colors=True)
+    status, text = run_samestep("doctor", folder=tmp_path, colors=True)
     verdict = r"\[32mno problems" if status == 0 else r"\[31m\d+ problems? to fix"
     assert re.match(rf"\033{verdict}\033\[0m\n", text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,6 @@ GIGABYTE = 1 << 30
 ETHERNET = Interface(isup=True, speed=10_000)
 LOOPBACK = Interface(isup=True, speed=0)
 LIMITS = {
-    resource.RLIMIT_NOFILE: (65536, 65536),
-    resource.RLIMIT_NPROC: (96343, 96343),
     resource.RLIMIT_MEMLOCK: (None, None),
 }
 FILES = {
@@ -52,8 +50,6 @@ class FakeSystem(System):
         interfaces: Mapping[str, Interface] | None = None,
         kind: str = "xfs",
         spaces: Mapping[str, Space] | None = None,
-        lacking: Collection[str] = (),
-        writable: bool = True,
     ) -> None:
         super().__init__(environment or {}, root)
         for name, content in {**FILES, **(files or {})}.items():
@@ -61,9 +57,7 @@ class FakeSystem(System):
             (root / name).write_text(content)
         self._commands, self._limits = commands or {}, {**LIMITS, **(limits or {})}
         self._interfaces = interfaces or {"eth0": ETHERNET, "lo": LOOPBACK}
-        self._lacking = lacking
         self._mounts, self._spaces = [("/", "ext4"), (str(root), kind)], spaces or {}
-        self._writable = writable
 
     def run(self, *command):
         return self._commands.get(" ".join(command))
@@ -73,9 +67,6 @@ class FakeSystem(System):
 
     def process_limits(self, kind):
         return self._limits[kind]
-
-    def lacking_calls(self):
-        return list(self._lacking)
 
     def interfaces(self):
         return self._interfaces
@@ -88,9 +79,6 @@ class FakeSystem(System):
 
     def space(self, path):
         return self._spaces.get(path, Space(100 * GIGABYTE, 50 * GIGABYTE))
-
-    def is_writable(self, directory):
-        return self._writable
 
 
 def case_of(

@@ -76,13 +76,10 @@ class RandomSystem(System):
     def space(self, path):
         return self._space
 
-    def is_writable(self, directory):
-        return self._space is not None
-
 
 @given(st.data())
 def test_any_machine_is_examined(data):
     system = RandomSystem(data.draw)
     findings = examine(Case(system, Path("/runs/one"), default_workers(system)))
     assert as_text(findings)
-    assert json.loads(json.dumps([asdict(finding) for finding in findings]))
+    json.dumps([asdict(finding) for finding in findings])

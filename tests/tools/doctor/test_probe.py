@@ -17,8 +17,8 @@ def test_torch_is_described_by_its_version_and_build():
     assert (report["version"], report["cuda_build"]) == (torch.__version__, torch.version.cuda)
 
 
-def test_a_quick_probe_only_imports_torch_and_counts_gpus():
-    command = ["-m", "samestep.tools.doctor.probe", "--quick", "--gpus"]
+def test_the_probe_imports_torch_and_counts_gpus():
+    command = ["-m", "samestep.tools.doctor.probe", "--gpus"]
     report = json.loads(run_python(*command, check=True).stdout)
     assert report["gpus"] == 0  # conftest hides the GPUs of this machine
     times = {"import_seconds", "cpu_seconds", "queued_seconds"}
@@ -40,7 +40,6 @@ def imported(seconds, cpu, queued):
         (imported(40.0, 12.0, 9.0), "note", "and 19 s for files. This machine is busy or slow."),
         (imported(40.0, 3.0, 60.0), "note", "60 s waiting for a core and 0 s for files. This "),
         (imported(2.0, 1.0, 1.0), "", ""),
-        ({"workers_error": "timed out"}, "problem", "could not start or connect: timed out."),
     ],
 )
 def test_a_slow_import_is_only_a_note_and_a_busy_machine_no_slow_disk(
@@ -55,17 +54,17 @@ def test_a_failing_import_of_torch_is_reported(tmp_path, monkeypatch):
     reason = "libwrong.so: cannot open shared object file"
     (tmp_path / "torch.py").write_text(f"raise ImportError({reason!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    report, failure = measure(quick=True, gpus=False)
+    report, failure = measure(gpus=False)
     assert report == {}
     assert failure.endswith(f"status 1: ImportError: {reason}")
 
 
 def test_a_missing_python_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(probe.sys, "executable", str(tmp_path / "python"))
-    assert "a process could not be started" in measure(quick=True, gpus=False)[1]
+    assert "a process could not be started" in measure(gpus=False)[1]
 
 
 def test_a_probe_that_takes_too_long_says_how_busy_the_machine_is(monkeypatch):
     monkeypatch.setattr(probe, "PROBE_SECONDS", 0.0)
     monkeypatch.setattr(probe.os, "getloadavg", lambda: (12.4, 1.0, 1.0))
-    assert "no result within 0 s, while programs wanted 12 of" in measure(quick=True, gpus=False)[1]
+    assert "no result within 0 s, while programs wanted 12 of" in measure(gpus=False)[1]

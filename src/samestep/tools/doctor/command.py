@@ -17,18 +17,14 @@ from samestep.tools.doctor.cluster import check_directory, check_interfaces, che
 from samestep.tools.doctor.probe import check_measurements, measure
 from samestep.tools.doctor.resources import (
     check_locked_memory,
-    check_memory,
-    check_open_files,
-    check_processes,
     check_processors,
     check_shared_memory,
 )
-from samestep.tools.doctor.software import check_gpus, check_torch, check_variables, find_gpus
+from samestep.tools.doctor.software import check_gpus, check_torch, present_gpus
 from samestep.tools.doctor.system import Case, Finding, System
 
 CHECKS: Final[Sequence[Callable[[Case], Iterator[Finding]]]] = (
-    *(check_torch, check_variables, check_processors, check_gpus, check_memory),
-    *(check_shared_memory, check_open_files, check_processes, check_locked_memory),
+    *(check_torch, check_gpus, check_processors, check_shared_memory, check_locked_memory),
     *(check_interfaces, check_launcher, check_directory, check_measurements),
 )
 SEVERITIES: Final = ("problem", "note")  # the most urgent first
@@ -39,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 if no problem was found, 1 otherwise."
     directory = "directory of the run (default: SAMESTEP_DIR, or the current directory)"
     parser.add_argument("--dir", type=Path, help=directory)
-    parser.add_argument("--quick", action="store_true", help="start no workers")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     workers = (
         "number of workers that will run on this machine (default: one per GPU, or one per core)"
@@ -53,8 +48,7 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(f"-n must be at least 1, got {options.workers}")
     system = System()
     directory = options.dir or Path(system.environment.get(f"{PREFIX}DIR", ""))
-    has_gpus = bool(find_gpus(system))
-    torch, failure = measure(quick=options.quick, gpus=has_gpus)
+    torch, failure = measure(gpus=present_gpus(system) > 0)
     workers = options.workers or default_workers(system)
     findings = examine(Case(system, directory.absolute(), workers, torch, failure))
     is_healthy = not any(finding.severity == "problem" for finding in findings)
@@ -71,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
 
 def default_workers(system: System) -> int:
     """Return one worker per GPU, or one per core."""
-    return len(find_gpus(system)) or system.usable_cores()
+    return present_gpus(system) or system.usable_cores()
 
 
 def examine(case: Case) -> list[Finding]:

@@ -1,7 +1,6 @@
 """Measurements in a separate process, because importing torch may fail or hang.
 
-`python -m samestep.tools.doctor.probe [--quick] [--gpus]` prints one line of JSON.
-Functions import torch and its dependents, so that the import of torch can be timed.
+`python -m samestep.tools.doctor.probe [--gpus]` prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,24 +18,19 @@ from typing import Any, Final
 
 import psutil
 
-from samestep.cluster import find_process
-from samestep.config import PREFIX, merge
-from samestep.errors import SamestepError
+from samestep.config import PREFIX
 from samestep.host import counted, no_garbage_collection, read_file, usable_cores
-from samestep.launch.local import count_gpus, start
-from samestep.tools.doctor.system import Case, Finding, note, problem
+from samestep.launch.local import count_gpus
+from samestep.tools.doctor.system import Case, Finding, note
 
-WORKERS: Final = 2
-TIMEOUT_SECONDS: Final = 20.0
-PROBE_SECONDS: Final = 60.0  # for all measurements, which usually take a tenth of it
+PROBE_SECONDS: Final = 60.0  # usually, it takes a tenth of it
 SLOW_IMPORT_SECONDS: Final = 15.0
 
 
-def measure(*, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
+def measure(*, gpus: bool) -> tuple[dict[str, Any], str]:
     """Return the report of the process, and the reason if there is none."""
-    command = [sys.executable, "-m", "samestep.tools.doctor.probe"]
-    command += ["--quick"] * quick + ["--gpus"] * gpus
-    # another check reports wrong variables
+    command = [sys.executable, "-m", "samestep.tools.doctor.probe", *["--gpus"] * gpus]
+    # a run reports wrong variables
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     try:
         options: dict[str, Any] = {"env": environment, "timeout": PROBE_SECONDS}
@@ -57,13 +51,8 @@ def measure(*, quick: bool, gpus: bool) -> tuple[dict[str, Any], str]:
 
 
 def check_measurements(case: Case) -> Iterator[Finding]:
-    """Report two workers that cannot communicate, and a slow import of torch."""
+    """Report a slow import of torch."""
     report = case.torch
-    if "workers_error" in report:
-        yield problem(
-            f"two workers of this host could not start or connect: {report['workers_error']}.",
-            "fix the problems above first; then samestep run -n 2 with any script shows more",
-        )
     if (seconds := report.get("import_seconds", 0)) > SLOW_IMPORT_SECONDS:
         text = f"importing torch took {seconds:.0f} s, and every start of a run waits for it: "
         cpu, queued = report.get("cpu_seconds"), report.get("queued_seconds")
@@ -87,17 +76,11 @@ def _slow_import(
 
 
 def main() -> None:
-    """Print the properties of torch and all measurements as JSON."""
+    """Print the properties of torch as JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args()
     report = describe_torch()
-    if not options.quick:
-        try:
-            connect_workers()
-        except (SamestepError, OSError) as error:
-            report["workers_error"] = str(error).strip().partition("\n")[0]
     report["gpus"] = count_gpus() if options.gpus else None
     print(json.dumps(report), flush=True)
     os._exit(0)  # an ordinary exit takes half a second to tear torch down
@@ -127,23 +110,6 @@ def _core_seconds() -> tuple[float | None, float | None]:
         return None, None
     stolen = psutil.cpu_times().steal / (os.cpu_count() or 1)
     return int(numbers[0]) / 1e9, int(numbers[1]) / 1e9 + stolen
-
-
-def connect_workers() -> None:
-    """Let two workers exchange tensors through shared memory. Raises `LaunchError`."""
-    options = {"device": "cpu", "max_restarts": 0, "timeout": TIMEOUT_SECONDS}
-    start(_all_to_all, WORKERS, options)
-
-
-def _all_to_all() -> None:
-    import torch
-
-    from samestep.comm.connect import connect
-
-    world = connect(find_process(os.environ), merge({}, os.environ))
-    sent, sizes = torch.ones(WORKERS), [1] * WORKERS  # one element for each worker
-    world.all_to_all(torch.empty_like(sent), sizes, sent, sizes, "connecting")
-    world.close()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Final, Literal
 import psutil
 
 from samestep.cluster import interface_towards
-from samestep.host import missing_system_calls, read_file, usable_cores
+from samestep.host import read_file, usable_cores
 
 COMMAND_SECONDS: Final = 3.0  # a command that queries hardware may hang
 
@@ -26,7 +25,7 @@ COMMAND_SECONDS: Final = 3.0  # a command that queries hardware may hang
 class Finding:
     """One sentence, and the command or option that fixes it.
 
-    A "problem" would make a run fail or very slow; a "note" may slow it down.
+    A "problem" would make a run fail, lose its files or very slow; a "note" may slow it down.
     """
 
     severity: Literal["problem", "note"]
@@ -80,10 +79,6 @@ class System:
         soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
         return soft, hard
 
-    def lacking_calls(self) -> list[str]:
-        """Return the system calls for shared memory between workers that do not work here."""
-        return missing_system_calls()
-
     def interfaces(self) -> dict[str, Any]:
         """Return the network interfaces: `isup`, and `speed` in Mbit/s or 0, by name."""
         with suppress(OSError):
@@ -105,12 +100,6 @@ class System:
         with suppress(OSError):
             return shutil.disk_usage(self._root / path.lstrip("/"))
         return None
-
-    def is_writable(self, directory: Path) -> bool:
-        """Return whether files can be written to an existing directory."""
-        with suppress(OSError), tempfile.TemporaryFile(dir=directory):
-            return True
-        return False
 
 
 @dataclass(frozen=True)
