@@ -370,6 +370,8 @@ def _update(
             value = None
         elif isinstance(value, str) and not types[key].startswith(TEXT_TYPES):
             value = OmegaConf.create(f"value: {value}").value
+        if isinstance(value, str) and types[key].startswith("tuple[str"):
+            value = [value]
         OmegaConf.update(config, key, value)
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
         near = get_close_matches(text, types[key].split("'")[1::2], 1)

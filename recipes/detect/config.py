@@ -40,11 +40,17 @@ class ModelSettings:
 class DataSettings(ImageFileSettings):
     """A data set in COCO format (https://cocodataset.org/#format-data) and its transforms."""
 
-    path: Path | None = setting(None, "folder with train.json, val.json, train/ and val/")
-    train_annotations: Path | None = setting(None, "default: path/train.json")
-    train_images: Path | None = setting(None, "default: path/train")
-    val_annotations: Path | None = setting(None, "default: path/val.json")
-    val_images: Path | None = setting(None, "default: path/val")
+    path: Path | None = setting(
+        None, "folder with train.json, val.json, train/ and val/, or COCO's own with annotations/"
+    )
+    train_annotations: Path | None = setting(
+        None, "default: path/train.json, or path/annotations/instances_train*.json"
+    )
+    train_images: Path | None = setting(None, "default: path/train, or path/train2017 as the file")
+    val_annotations: Path | None = setting(
+        None, "default: path/val.json, or path/annotations/instances_val*.json"
+    )
+    val_images: Path | None = setting(None, "default: path/val, or path/val2017 as the file")
     class_names: tuple[str, ...] | None = setting(
         None, "names of the categories by id; a run writes those of its training images"
     )

@@ -82,26 +82,8 @@ def open_images(
     and `AnnotationError` for an invalid file.
     """
     parts = []
-    paths_by_part = {
-        "train": (settings.train_annotations, settings.train_images),
-        "val": (settings.val_annotations, settings.val_images),
-    }
-    if not train:
-        del paths_by_part["train"]
-    for part, paths in paths_by_part.items():
-        if settings.path is None and None in paths:
-            expected = f"a folder with {part}.json and {part}/ (make_data.py makes one)"
-            raise SettingsError(f"data.path must be {expected}, got none")
-        file = listed_path(Path(), paths[0] or settings.path / f"{part}.json")
-        folder = listed_path(Path(), paths[1] or settings.path / part)
-        for path, kind, exists in (
-            (file, "file", file.is_file()),
-            (folder, "folder", folder.is_dir()),
-        ):
-            if not exists:
-                got = f"is no {kind}" if path.exists() else "does not exist"
-                expected = "a data set in COCO format (make_data.py makes one)"
-                raise SettingsError(f"{path} {got}; expected {expected}")
+    for part in ("train", "val") if train else ("val",):
+        file, folder = find_part(settings, part)
         parts.append(CocoImages(file, folder, settings, training=part == "train", masks=masks))
     first, last = parts[0], parts[-1]
     if first.names != last.names:
@@ -113,6 +95,46 @@ def open_images(
     named = {"train": first, "val": last} if train else {"val": last}
     leave_out(named, check or FileCheck(settings))
     return Split(first if train else None, last)
+
+
+def find_part(settings: DataSettings, part: str) -> tuple[Path, Path]:
+    """Return the annotation file and the folder of images of a part, `train` or `val`.
+
+    In the folder `data.path`, they are `train.json` and `train/`, or COCO's own
+    `annotations/instances_train2017.json` and `train2017/`, of any year. Raises `SettingsError`.
+    """
+    root, (file, folder) = settings.path, (settings.train_annotations, settings.train_images)
+    if part == "val":
+        file, folder = settings.val_annotations, settings.val_images
+    if root is None and None in (file, folder):
+        expected = "a folder with a data set in COCO format (make_data.py makes one)"
+        raise SettingsError(f"data.path must be {expected}, got none")
+    if file is None:
+        files = _files_of_part(listed_path(Path(), root), part)
+        if len(files) > 1:
+            names = " and ".join(printable(name) for name in files)
+            raise SettingsError(f"{names} exist; choose one with data.{part}_annotations")
+        file = files[0] if files else root / f"{part}.json"
+    if folder is None:
+        name = file.stem.removeprefix("instances_")
+        folders = [root / name, root / "images" / name, root / part]
+        folder = next((path for path in folders if path.is_dir()), folders[0])
+    file, folder = (listed_path(Path(), path) for path in (file, folder))
+    for path, kind, exists in ((file, "file", file.is_file()), (folder, "folder", folder.is_dir())):
+        if not exists:
+            got = f"is no {kind}" if path.exists() else "does not exist"
+            raise SettingsError(
+                f"{path} {got}; expected {part}.json and {part}/, or COCO's "
+                f"annotations/instances_{part}2017.json and {part}2017/ (make_data.py makes one)"
+            )
+    return file, folder
+
+
+def _files_of_part(root: Path, part: str) -> list[Path]:
+    """Return the annotation files of a part in a folder; several if it has those of more years."""
+    if (file := root / f"{part}.json").exists():
+        return [file]
+    return sorted((root / "annotations").glob(f"instances_{part}*.json"))
 
 
 def with_class_names(settings: Settings, images: Split) -> Settings:
@@ -133,7 +155,9 @@ def leave_out(parts: dict[str, CocoImages], check: FileCheck) -> None:
 
 
 class CocoImages(Dataset[Sample]):
-    """Images with their objects, without those that `faults` leaves out; `summary` counts both.
+    """Images with their objects, in training without those that `faults` leaves out.
+
+    `summary` counts all of them, and `describe` those that are learned or scored.
 
     `truth` is the indexed annotation file, and `names` has the names of the categories by id. A
     label is the position of a category in `names`. Without `masks`, samples have none.
@@ -153,7 +177,7 @@ class CocoImages(Dataset[Sample]):
         self.file, self.folder, self.settings, self.training = file, folder, settings, training
         self.masks = masks
         self.truth = read_annotations(file, masks=masks)
-        self.summary = leave_out_faults(self.truth, file)
+        self.summary = leave_out_faults(self.truth, file, training=training)
         self.entries: list[Entry] = self.truth.dataset["images"]
         self.names = {
             number: category["name"] for number, category in sorted(self.truth.cats.items())
@@ -219,8 +243,10 @@ class CocoImages(Dataset[Sample]):
         self.truth = COCO({**content, "images": self.entries, "annotations": objects})
 
     def describe(self) -> str:
-        """Return the number of images and of each category's objects."""
-        counts = Counter(entry["category_id"] for entry in self.truth.dataset["annotations"])
+        """Return the number of images and of each category's objects, without crowds."""
+        unused = "left_out" if self.training else "iscrowd"
+        objects = [entry for entry in self.truth.dataset["annotations"] if not entry[unused]]
+        counts = Counter(entry["category_id"] for entry in objects)
         objects = describe_counts({name: counts[number] for number, name in self.names.items()})
         return f"{len(self)} images, {counts.total()} objects: {objects}"
 

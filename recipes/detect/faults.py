@@ -28,12 +28,13 @@ LEAST_BOXES = 4  # fewer may look like corners by chance
 BEYOND = 0.25  # boxes whose right or bottom is outside, if corners are read as sizes: about 3/4
 
 
-def leave_out_faults(truth: COCO, file: Path) -> str:
+def leave_out_faults(truth: COCO, file: Path, *, training: bool) -> str:
     """Mark the annotations that training leaves out (`left_out`), and return a summary.
 
-    It counts images and boxes, and boxes by fault, with the first of each. Raises `AnnotationError`
-    if the boxes as a whole look like fractions or corners, or if most masks are outside of their
-    boxes.
+    It counts images and boxes, and boxes by fault, with the first of each, and says what is done
+    with them: evaluation ignores crowds and uses all others, as COCO's tools do. Raises
+    `AnnotationError` if the boxes as a whole look like fractions or corners, or if most masks are
+    outside of their boxes.
     """
     annotations = truth.dataset["annotations"]
     for annotation in annotations:
@@ -60,7 +61,8 @@ def leave_out_faults(truth: COCO, file: Path) -> str:
     for kind, mask in faults.items():
         if mask.any():
             first = annotations[int(mask.argmax())]["entry"]
-            done = "" if kind == CUT else "left out: "
+            used, unused = ("", "left out: ") if training else ("scored: ", "ignored: ")
+            done = unused if kind == CROWD or (training and kind != CUT) else used
             lines.append(f"  {done}{mask.sum()} {kind}, first {first}")
     return "\n".join(lines)
 

@@ -39,7 +39,9 @@ class DataSettings(ImageFileSettings):
     )
     path: Path | None = setting(None, "folder of the data; not needed for digits")
     class_names: tuple[str, ...] | None = setting(
-        None, "names of the classes, in their order; default: the folders of path/train, by name"
+        None,
+        "names of the classes, in their order, or a file of them, such as LOC_synset_mapping.txt; "
+        "default: the folders of path/train, by name",
     )
     augment: bool = setting(True, "random crops and flips (digits: shifts, rotations, scalings)")
     randaugment: float = setting(

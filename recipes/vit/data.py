@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +36,16 @@ from recipes.image_files import (
     read_image,
     read_text,
 )
+from recipes.vit.classes import Classes, find_classes
 from recipes.vit.config import DataSettings, ModelSettings
 from recipes.vit.randaugment import randaugment
 
 MODES = {1: "L", 3: "RGB"}
-LINE = re.compile(r"\s*(.+?)[\s,;]+(\d+)\s*")  # PATH CLASS, also with tabs or commas
+# PATH CLASS, also with tabs or commas, after which the name of a class may have spaces
+LINES = tuple(
+    re.compile(rf"\s*(.+?){separated}\s*")
+    for separated in (r"[\s,;]+(\d+)", r"\t\s*(.+?)", r"[,;]\s*(.+?)", r"[\s,;]+(\S+)")
+)
 
 Items = list[tuple[Path, int]]  # image files with class indices
 
@@ -114,18 +120,20 @@ def _folder(data: DataSettings, model: ModelSettings, *, train: bool, check: Fil
         "a folder with train/CLASS/* and val/CLASS/*, or with train_list.txt and val_list.txt"
     )
     root, parts = data_folder(data.path, expected), ("train", "val") if train else ("val",)
+    ignored = {part: Counter[str]() for part in parts}
     if (root / "val_list.txt").exists():
-        classes, names = model.classes, data.class_names
+        indices = [str(index) for index in range(model.classes)]
+        classes = find_classes(data.class_names, indices)
         items = {part: _listed_items(root, classes, part) for part in parts}
-        ignored = {part: Counter[str]() for part in parts}
+        names = classes.used(()) if data.class_names else None
     else:
-        names = data.class_names or _class_names(root / "train")
-        if not (names or train):
-            names = _held_out_names(root / "val", model.classes)
-        ignored = {part: Counter[str]() for part in parts}
-        items = {part: _folder_items(root / part, names, ignored[part]) for part in parts}
-        classes = len(names)
-    items = _usable(items, names or tuple(map(str, range(classes))), ignored, model, check)
+        folders = _class_names(root / "train")
+        if not (data.class_names or folders or train):
+            folders = _held_out_names(root / "val", model.classes)
+        classes = find_classes(data.class_names, folders or _class_names(root / "val"))
+        items = {part: _folder_items(root / part, classes, ignored[part]) for part in parts}
+        names = classes.used([*_class_names(root / "val"), *folders])
+    items = _usable(items, classes.shown(names), ignored, model, check)
     tensor = partial(image_tensor, mean=data.mean, std=data.std)
     crop = augmented = partial(center_crop, size=model.image_size, part=data.center_crop)
     if data.augment:
@@ -134,7 +142,7 @@ def _folder(data: DataSettings, model: ModelSettings, *, train: bool, check: Fil
     return Split(
         files(items.get("train", []), lambda image: tensor(augmented(image))),
         files(items["val"], lambda image: tensor(crop(image))),
-        classes,
+        len(classes.names),
         names,
     )
 
@@ -174,18 +182,19 @@ def _class_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(find_images(folder).folders))
 
 
-def _folder_items(folder: Path, names: Sequence[str], ignored: Counter[str]) -> Items:
+def _folder_items(folder: Path, classes: Classes, ignored: Counter[str]) -> Items:
     """Return the images `folder/CLASS/*`, and count what is ignored."""
     part = find_images(folder)
-    labels = {composed(name): label for label, name in enumerate(names)}
-    if unknown := sorted(set(part.folders) - set(labels)):
-        raise ImageError(f"{folder} has classes without training images: {', '.join(unknown[:8])}")
+    labels = {name: classes.label(name) for name in part.folders}
+    if unknown := sorted(name for name, label in labels.items() if label is None):
+        raise ImageError(
+            f"{folder} has folders of none of the {len(classes.names)} classes, which are those of "
+            f"training images or of data.class_names: {', '.join(unknown[:8])}"
+        )
     ignored.update(part.ignored)
     ignored["outside a class"] += len(part.files)
     items: Items = []
-    for name, label in labels.items():
-        if name not in part.folders:
-            continue
+    for name, label in sorted(labels.items(), key=itemgetter(1)):
         images = find_images(part.folders[name])
         if not images.files:
             got = describe_ignored(images.ignored).removeprefix("; ") or "an empty folder"
@@ -201,20 +210,36 @@ def _folder_items(folder: Path, names: Sequence[str], ignored: Counter[str]) -> 
     return items
 
 
-def _listed_items(root: Path, classes: int, part: str) -> Items:
-    """Return the images of PaddleViT's list `root/part_list.txt`: PATH CLASS per line."""
+def _listed_items(root: Path, classes: Classes, part: str) -> Items:
+    """Return the images of PaddleViT's list `root/part_list.txt`: PATH CLASS per line.
+
+    CLASS is an index or a name.
+    """
     file, items = root / f"{part}_list.txt", []
     for number, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
-        match = LINE.fullmatch(line)
-        if match is None or int(match[2]) >= classes:
-            expected = f"PATH CLASS with a class from 0 to {classes - 1}"
+        found = (_item(form.fullmatch(line), classes) for form in LINES)
+        item = next(filter(None, found), None)
+        if item is None:
+            last = len(classes.names) - 1
+            expected = f"PATH CLASS with a class from 0 to {last}, or a name of data.class_names"
             raise ImageError(f"{file}, line {number}: expected {expected}, got {line[:80]!r}")
-        items.append((listed_path(root, match[1].strip('"')), int(match[2])))
+        items.append((listed_path(root, item[0]), item[1]))
     if not items:
         raise ImageError(f"{file} is empty: expected a line PATH CLASS per image")
     return items
+
+
+def _item(match: re.Match[str] | None, classes: Classes) -> tuple[str, int] | None:
+    """Return the path and the class of a line; None if it has no class."""
+    if match is None:
+        return None
+    path, name = (text.strip('"') for text in match.groups())
+    if name.isascii() and name.isdigit():  # an index, also if it is the name of a class
+        return (path, int(name)) if int(name) < len(classes.names) else None
+    label = classes.label(composed(name))
+    return None if label is None else (path, label)
 
 
 def augment(image: Image.Image, settings: DataSettings, size: int) -> Image.Image:

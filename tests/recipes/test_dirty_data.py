@@ -205,7 +205,7 @@ case(
     "no annotations",
     "detect",
     removed("train.json"),
-    refused=r"train\.json does not exist; expected a data set in COCO format",
+    refused=r"train\.json does not exist; expected train\.json and train/, or COCO's",
 )
 for name, change in {
     "no masks": without("segmentation"),

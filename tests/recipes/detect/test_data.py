@@ -303,6 +303,45 @@ def test_paths_of_their_own_stand_for_the_folder(tmp_path):
     assert len(images.train) == len(images.val) == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [
+        ("{part}.json", "{part}"),
+        ("annotations/instances_{part}2017.json", "{part}2017"),
+        ("annotations/instances_{part}2014.json", "images/{part}2014"),
+        ("annotations/instances_{part}.json", "{part}"),
+        ("annotations/instances_{part}2017.json", "{part}"),
+    ],
+)
+def test_folders_in_the_layouts_of_coco_are_read(file, folder, tmp_path):
+    for part in ("train", "val"):
+        write(tmp_path, entry(), part="written")
+        for old, new in (("written.json", file), ("written", folder)):
+            target = tmp_path / new.format(part=part)
+            target.parent.mkdir(exist_ok=True)
+            (tmp_path / old).rename(target)
+    (tmp_path / "annotations").mkdir(exist_ok=True)
+    (tmp_path / "annotations" / "captions_train2017.json").write_text("{}")
+    images = open_images(settings(tmp_path))
+    assert [part.paths[0].parent for part in images] == [
+        tmp_path / folder.format(part=part) for part in ("train", "val")
+    ]
+
+
+def test_annotations_of_two_years_must_be_chosen_from(tmp_path):
+    write(tmp_path, entry(), part="val")
+    (tmp_path / "annotations").mkdir()
+    files = [tmp_path / "annotations" / f"instances_train{year}.json" for year in (2014, 2017)]
+    for file in files:
+        file.write_bytes((tmp_path / "val.json").read_bytes())
+    message = r"2014\.json and .*2017\.json exist; choose one with data\.train_annotations"
+    with pytest.raises(SettingsError, match=message):
+        open_images(settings(tmp_path))
+    (tmp_path / "val").rename(tmp_path / "train2014")
+    (tmp_path / "val").symlink_to("train2014")
+    assert len(open_images(settings(tmp_path, train_annotations=files[0])).train) == 1
+
+
 def test_categories_must_agree(tmp_path):
     write(tmp_path)
     write(tmp_path, part="val", categories=[{"id": 3, "name": "square"}])

@@ -71,6 +71,16 @@ def test_the_summary_counts_boxes_by_fault_with_the_first_of_each(tmp_path):
         "  1 cut at the border of their image, first annotations[9] (id 109)",
     ]
     assert learned(images) == 6
+    assert images.train.describe() == "1 images, 6 objects: thing 6"
+    # evaluation uses all but crowds, as COCO's tools do
+    assert images.val.summary.splitlines()[1:] == [
+        "  ignored: 1 crowds, first annotations[10] (id 7)",
+        "  scored: 2 without width or height, first annotations[5] (id 105)",
+        "  scored: 1 outside of their image, first annotations[7] (id 107)",
+        "  scored: 1 with most of the mask outside of the box, first annotations[8] (id 108)",
+        "  scored: 1 cut at the border of their image, first annotations[9] (id 109)",
+    ]
+    assert images.val.describe() == "1 images, 10 objects: thing 10"
 
 
 def test_crowds_may_be_text_and_nothing_else(tmp_path):

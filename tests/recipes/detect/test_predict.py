@@ -78,6 +78,28 @@ def test_a_class_or_an_image_that_is_wrong_costs(val):
         assert average_precision(val.truth, truth)["box_ap"] < 0.5
 
 
+@pytest.mark.parametrize(
+    ("box", "precision"), [([20, 0, 5, 5], 1), ([20, 0, 20, 10], 1), ([0, 20, 5, 5], 0.5)]
+)
+def test_predictions_in_a_crowd_cost_nothing_and_others_do(box, precision, tmp_path):
+    entry = {"image_id": 1, "category_id": 1}
+    content = {
+        "images": [{"id": 1, "file_name": "a.png", "width": 40, "height": 40}],
+        "categories": [{"id": 1, "name": "thing"}],
+        "annotations": [
+            {**entry, "bbox": [0, 0, 10, 10], "iscrowd": 0},
+            {**entry, "bbox": [20, 0, 20, 10], "iscrowd": 1},
+        ],
+    }
+    (tmp_path / "crowd.json").write_text(json.dumps(content))
+    truth = read_annotations(tmp_path / "crowd.json", masks=False)
+    predictions = [
+        {**entry, "bbox": box, "score": 0.9},
+        {**entry, "bbox": [0, 0, 10, 10], "score": 0.5},
+    ]
+    assert average_precision(truth, [predictions])["box_ap"] == pytest.approx(precision)
+
+
 def test_without_any_object_there_is_no_score(val, tmp_path):
     content = {**json.loads(val.file.read_text()), "annotations": []}
     (tmp_path / "empty.json").write_text(json.dumps(content))
