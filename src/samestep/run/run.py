@@ -469,7 +469,8 @@ class Run(Training, Collectives, Recording):
 
         Args:
             score: Snapshots with the highest scores are kept (`keep_best`), and of equal scores
-                the earliest. If lower is better, negate it.
+                the earliest. If lower is better, negate it. The live page ranks runs by it, under
+                the name of the value that was logged.
             now: Whether to take it immediately in a loop, too, and wait until it is on disk. Call
                 it after the last change of the step to a tracked object, before work that may
                 fail, such as an evaluation.

@@ -18,7 +18,7 @@ from samestep.record import read_events
 from tests.python import start_python
 from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, downloaded, serving
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import histogram, loop, scalars, started, timing
+from tests.watch.writing import histogram, loop, scalars, snapshot, started, timing
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -401,12 +401,13 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
             )
         ),
     )
+    append(run, snapshot(20, 0.9 - 4 / 50))
     page.open(run.name).points("train/loss", 20)
     answer = "return document.querySelector(`[data-answer=${arguments[0]}] .answer`).innerText"
-    page.until(f"{answer}.includes('@16') && {answer[7:]}.includes('@20')", "learning")
+    page.until(f"{answer}.includes('@15') && {answer[7:]}.includes('@19')", "learning")
     score, loss = filter(None, page.run(answer, "learning").splitlines())
-    assert score == "val/acc 0.82↓2%best 0.9@16"
-    assert loss == "train/loss 1.05↓15%best 1.05@20"
+    assert score == "val/acc 0.82↓2%best 0.9@15"
+    assert loss == "train/loss 1.05↓15%best 1.05@19"
     assert list(filter(None, page.run(answer, "healthy").splitlines())) == [
         "✓newest values finite",
         "⚠wait for worker 1: 57%",

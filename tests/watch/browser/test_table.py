@@ -10,7 +10,7 @@ from selenium.webdriver.support.select import Select
 
 from tests.watch.browser.pages import downloaded
 from tests.watch.browser.runs import append
-from tests.watch.writing import loop, scalars, started, write
+from tests.watch.writing import loop, scalars, snapshot, started, write
 
 COLUMNS = (
     "return [...document.querySelectorAll('#runs-table th[data-column]')]"
@@ -29,7 +29,8 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
     for folder, rate in ((run, 0.1), (place / next(names), 0.2)):
         settings = {"lr": rate, "study": "columns"}
         values = {"loss": 1.0, "accuracy": 0.5, "speed": 3.0}
-        append(folder, {**started(), "settings": settings}, scalars(0, **values))
+        start = {**started(), "settings": settings}
+        append(folder, start, scalars(0, **values), snapshot(1, values["accuracy"]))
     page.open(run.name, tab="table", filter="study=columns")
     scores = ["accuracy", "best accuracy", "loss"]
     page.wait_for([*scores, "best loss", "lr"], COLUMNS)
@@ -121,22 +122,44 @@ def test_a_clock_that_was_set_back_gives_no_negative_duration(run, page):
     assert row.split("\t")[3] == "0 s"
 
 
-def test_scores_of_an_evaluation_come_before_those_of_training(run, place, page, names):
-    other = place / next(names)
-    for folder, study in ((run, "val"), (other, "train")):
-        append(folder, {**started(), "settings": {"study": study}})
+def test_scores_of_snapshots_come_first_whatever_one_run_lacks(run, place, page, names):
+    others = [place / next(names) for _ in range(2)]
+    for folder in (run, *others):
+        append(folder, {**started(), "settings": {"study": "scored"}})
         for step in range(9):
             append(folder, scalars(step, **{"train/accuracy": 0.9, "train/loss": 0.1}))
-    append(run, scalars(9, **{"val/accuracy": 0.5, "val/loss": 0.6}))
-    for folder, group in ((run, "val"), (other, "train")):
-        page.open(folder.name, tab="table", filter=f"study={group}")
-        scores = [f"{group}/{name}" for name in ("accuracy", "loss")]
-        columns = [column for name in scores for column in (name, f"best {name}")]
+    for folder, accuracy in ((run, 0.5), (others[0], 0.6)):
+        append(folder, scalars(9, **{"val/accuracy": accuracy, "val/loss": 0.6}))
+        append(folder, snapshot(10, accuracy))
+    answer = "document.querySelector('[data-answer=learning] .answer').innerText"
+    words = f"return {answer}.split('\\n').filter(Boolean).map((line) => line.split(/\\s/)[0])"
+    columns = ["val/accuracy", "best val/accuracy", "val/loss", "best val/loss"]
+    options = {"tab": "table", "filter": "study=scored", "sort": "-val/accuracy"}
+    for folder, learns in ((run, ["val/accuracy", "val/loss"]), (others[1], ["train/loss"])):
+        page.open(folder.name, **options)
         page.wait_for(columns, f"{COLUMNS}.slice(0, 4)")
-        wait_for_rows(page, folder)
-        answer = "document.querySelector('[data-answer=learning] .answer').innerText"
-        words = f"return {answer}.split('\\n').filter(Boolean).map((line) => line.split(/\\s/)[0])"
-        page.wait_for(scores, words)
+        wait_for_rows(page, others[0], run, others[1])
+        page.wait_for(learns, words)
+
+
+def test_runs_that_are_identical_are_named(run, place, page, names):
+    same, noisy, other, *more = (place / next(names) for _ in range(6))
+    for folder in (run, same, noisy, other, *more):
+        append(folder, started())
+        for step in range(5):
+            loss = step + 0.5 * (folder == other and step == 3)
+            append(folder, scalars(step, lr=0.1, loss=loss, a=0.0, took=float(folder == noisy)))
+        page.wait_for_run(folder.name)
+    text = "return document.querySelector('#identical').textContent"
+    page.open(run.name, same.name)
+    page.wait_for(f"{run.name} and {same.name} have identical values in all 4 scalars.", text)
+    page.open(run.name, noisy.name)
+    page.wait_for(f"{run.name} and {noisy.name} have identical values in 3 of 4 scalars.", text)
+    page.open(*[folder.name for folder in (run, same, *more)])
+    named = ", ".join(folder.name for folder in (run, same, *more[:2]))
+    page.wait_for(f"{named} and 1 other run have identical values in all 4 scalars.", text)
+    page.open(run.name, other.name)
+    page.wait_for("", text)
 
 
 CELLS = (
@@ -251,7 +274,8 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     for number, (folder, score) in enumerate(zip(runs, (0.7, 0.9, None, 0.8), strict=True)):
         values = {"loss": 1.0 + number} if score is None else {"loss": 1.0, "val/acc": score}
         train = loop(0, steps=40, epochs=4, steps_per_epoch=10)
-        events = started(), train, scalars(10, **values), {"event": "stopped", "step": 10}
+        stopped = {"event": "stopped", "step": 10}
+        events = started(), train, scalars(9, **values), snapshot(10, score), stopped
         write(folder, *events, start=now - 90 + 10 * number)
     write(runs[0], {"event": "finished", "step": 40}, start=now)
     page.open(run.name)
@@ -271,7 +295,7 @@ def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
     page.until("return location.hash.includes('order=score')")
     page.driver.refresh()
     page.wait_for(by_score, listed, run.name)
-    append(runs[3], scalars(11, **{"val/acc": 0.95}))
+    append(runs[3], scalars(10, **{"val/acc": 0.95}))
     page.wait_for([by_score[1], by_score[0], *by_score[2:]], listed, run.name)
 
 
@@ -313,7 +337,8 @@ def test_the_state_score_and_place_of_a_run_are_one_line(run, page):
     runs = {name: run.with_name(f"{run.name}-{name}") for name in values}
     for name, folder in runs.items():
         ended = [] if name == "running" else [{"event": name, "step": 12_345}]
-        append(folder, started(), scalars(12_345, **{"val/acc": values[name]}), *ended)
+        scored = scalars(12_344, **{"val/acc": values[name]}), snapshot(12_345, values[name])
+        append(folder, started(), *scored, *ended)
         page.wait_for_run(folder.name)
     page.open(run.name)
     expected = {name: f"{name} 0.9078 @12,345" for name in values} | {"finished": "finished 0.9078"}
@@ -346,7 +371,7 @@ def test_a_table_with_live_runs_keeps_the_focus(run, place, page, names):
 def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
     for folder, score in zip(runs, (0.5, 0.7), strict=True):
-        append(folder, started(), scalars(0, **{"val/acc": score}))
+        append(folder, started(), scalars(0, **{"val/acc": score}), snapshot(1, score))
     page.wait_for_run(runs[1].name)
     page.open(run.name, order="score")
     name = page.element(f"#runs [data-run='{runs[0].name}'] .name")
