@@ -437,6 +437,8 @@ class Run(Training, Collectives, Recording):
             # saved as slices
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             lines += tracked.add(name, item, shard)
+            if shard is not None:
+                self._session.divergence.shards[name] = shard
             if isinstance(item, torch.nn.Module):
                 self._lanes.manual.watch(item)
             if isinstance(item, torch.optim.Optimizer):
