@@ -227,7 +227,7 @@ class LanePass:
         self.context.world.status.set_activity("loading data")
         self.inputs = LaneInputs(self.batch, self.loss.count)
         is_mean_of_samples = self.loss.count is None and self.loss.reduction == "mean"
-        self._scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
+        self.scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
         self.exchange_seconds = 0.0  # of `run`
         self.watched: int | None = None  # the lane that is computed again
         self._sums: dict[Span, Gradients] = {}  # of the subtrees of each device
@@ -288,12 +288,13 @@ class LanePass:
         self.watched, self.after_lane = lane, note
         self._delay_exchange(lane)
 
-    def repeat(self, lane: int, batch: Batch) -> Gradients:
-        """Return the gradients of the lane that is watched, computed here from a batch with it.
+    def repeat(self, lane: int, batch: Batch) -> tuple[Gradients, LaneScalars]:
+        """Return the gradients and scalars of the lane that is watched, computed here from a batch.
 
         Buffers must have the values from which lanes start.
         """
-        return replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None).compute(lane)
+        repeated = replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None)
+        return repeated.compute(lane), repeated.scalars
 
     def compute(self, lane: int) -> Gradients:
         """Return the gradients of a lane, computed on this worker's first device."""
@@ -310,7 +311,7 @@ class LanePass:
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers, divisors of means."""
-        buffers, scalars = self.context.buffers, self._scalars
+        buffers, scalars = self.context.buffers, self.scalars
         buffers.end_lanes(scalars.copy)
         scalars.wait()
         # per subtree; a parameter is missing only if no subtree has it
@@ -375,10 +376,10 @@ class LanePass:
             else:
                 returned = self.loss.fn(self.loss.model, batch)
             loss, metrics = split_loss(returned, lane)
-        scalars = self._scalars.named(loss, metrics)
-        self._scalars.note(lane, count, scalars)
+        scalars = self.scalars.named(loss, metrics)
+        self.scalars.note(lane, count, scalars)
         if self.context.lanes > 1:  # a single lane leaves in buffers what it wrote
-            self.context.buffers.end_forward(lane, replica.number, self._scalars.copy)
+            self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
         factor = self._factor(count)
         # of the loss's shape; None is 1
         weights = [None if factor is None else torch.full_like(loss, factor)]
