@@ -128,11 +128,14 @@ class LossError(SamestepError):
 
 
 class NonFiniteLossError(LossError):
-    """A loss is NaN or infinite; names the step, the lane and the rank."""
+    """A loss or its gradient is NaN or infinite; names the step, the lane and the rank."""
 
-    def __init__(self, text: str, results: tuple[object, ...] = ()) -> None:
+    def __init__(
+        self, text: str, results: tuple[object, ...] = (), gradient: object = None
+    ) -> None:
         super().__init__(text)
         self.results = results  # of all lanes
+        self.gradient = gradient  # which one, if it is not the loss
 
 
 class OutOfMemoryError(SamestepError, MemoryError):

@@ -131,9 +131,9 @@ class DivergenceCheck:
         blames: bool = False,
     ) -> DivergenceError:
         """Return the error for this worker. It is secondary if this one is certainly right."""
-        sums_by_rank = [{name: sums.get(name) for name in differing} for sums in sums_by_rank]
-        expected = majority(sums_by_rank)  # None with two workers
-        ranks = [rank for rank, sums in enumerate(sums_by_rank) if sums != expected]
+        by_rank = [[sums.get(name) for name in differing] for sums in sums_by_rank]
+        expected = majority(by_rank)  # None with two workers
+        ranks = [rank for rank, sums in enumerate(by_rank) if sums != expected]
         is_certain = blames and expected is not None
         which = f" (the first of {len(differing)} values that differ)" if differing[1:] else ""
         if self._equal_step is None:

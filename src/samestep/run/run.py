@@ -441,6 +441,8 @@ class Run(Training, Collectives, Recording):
                 self._session.divergence.shards[name] = shard
             if isinstance(item, torch.nn.Module):
                 self._lanes.manual.watch(item)
+            if isinstance(item, torch.amp.GradScaler):
+                self._lanes.gradients.scalers.append(item)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.times.watch(name, item)
                 self._lanes.track(item, shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
+from samestep.errors import NonFiniteLossError
 from samestep.step.buffer_rules import Rule
+from samestep.step.finite import ADVICE, Found, GradientCheck, Nonfinite, has_nonfinite
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.graphed_pass import GraphedPass
@@ -43,12 +45,14 @@ from samestep.step.whole_batch import WholeBatchPass
 class StepResult:
     """The results of all lanes of a global batch, and the notes that the workers attached.
 
-    `skipped` says why the batch has no gradient, if it was skipped.
+    `skipped` says why the batch has no gradient, if it was skipped, perhaps because it would be
+    `nonfinite`.
     """
 
     results: list[LaneResult]
     notes: list[Any]
     skipped: str | None = None
+    nonfinite: Nonfinite | None = None
 
 
 class GpuClock:
@@ -103,6 +107,7 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
+        self.gradients = GradientCheck(self.config)
         self._state = LaneState(
             self.models.modules,
             self.config.check_every,
@@ -155,11 +160,19 @@ class LaneEngine(LaneContext):
     def check_models(self) -> None:
         """Raise `ModelError` if a snapshot of replicated models would be wrong.
 
-        User code changed one, or backward wrote a buffer too late. A model may have moved to
-        another device, as for an export at the end of a script.
+        User code changed one, or `check_late` finds an error. A model may have moved to another
+        device, as for an export at the end of a script.
         """
         self.models.check_all()
+        self.check_late()
+
+    def check_late(self) -> None:
+        """Raise an error that is only known now, because nothing waits for a GPU.
+
+        Backward wrote a buffer too late, or its gradient is not finite.
+        """
         self.buffers.check()
+        self.gradients.check_late()
 
     def settle(self, optimizer: Optimizer) -> None:
         """Wait for gradients of a sharded optimizer, and drop those that user code has cleared."""
@@ -212,6 +225,7 @@ class LaneEngine(LaneContext):
         with self._restoring(parameters, earlier, overlap):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, parameters, seed, overlap)
+            self.gradients.carry(lane_pass.scalars)
             check = None if self._recheck is None else self._recheck.begin(lane_pass)
             if self.graphs is not None:
                 embeds = loss.embed is not None
@@ -228,14 +242,17 @@ class LaneEngine(LaneContext):
                 report["recheck"] = check.report()
 
             started = time.perf_counter()
-            reports, notes = self._exchange(overlap, own_gradients, report, note)
+            overlap.finish(own_gradients)  # puts those that were not put during backward
+            if self.gradients.is_due(seed[0]):
+                report["gradient"] = self._look_at(lane_pass, own_gradients, report["lanes"])
+            reports, notes = self._exchange(overlap, report, note)
             results = _results_of(reports)
             if check is not None:
                 check.compare([report["recheck"] for report in reports])
             check_divisors([entry for report in reports for entry in report["divisors"]])
-            skipped = self._skip_reason(results, seed[0], loss)
+            scale = lane_pass.scale(results)
+            skipped, nonfinite = self._skip_reason(reports, results, seed[0], loss, scale)
             self._end_buffers(reports, results, is_skipped=skipped is not None)
-        scale = lane_pass.scale(results)
         if overlap.buckets:
             overlap.set_gradients(parameters, _missing(parameters, reports, skipped), scale)
         elif skipped is None:
@@ -247,12 +264,11 @@ class LaneEngine(LaneContext):
         self.exchange_seconds += time.perf_counter() - started
         self.gpu_clock.add("compute", begun, computed)
         self.gpu_clock.add("exchange", computed, self.gpu_clock.mark())
-        return StepResult(results, notes, skipped)
+        return StepResult(results, notes, skipped, nonfinite)
 
     def _exchange(
         self,
         overlap: Overlap,
-        own_gradients: Sequence[Gradients],
         report: Mapping[str, Any],
         note: Callable[[], Any],
     ) -> tuple[list[Any], list[Any]]:
@@ -261,7 +277,6 @@ class LaneEngine(LaneContext):
         Slice s of every subtree's gradient, [subtrees, parameters], goes to worker s, and the
         losses go to all workers.
         """
-        overlap.finish(own_gradients)  # those that were not put during backward
         call = self._calls, report, note()
         receive = self.world.begin_all_gather_json(call, "exchanging losses")
         overlap.start()  # the remaining exchanges, while the message is on its way
@@ -270,19 +285,56 @@ class LaneEngine(LaneContext):
         check_same_call(calls)
         return list(reports), list(notes)
 
-    def _skip_reason(self, results: Sequence[LaneResult], step: int, loss: LossSpec) -> str | None:
-        """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
-        config = self.config
+    def _skip_reason(
+        self,
+        reports: Sequence[Any],
+        results: Sequence[LaneResult],
+        step: int,
+        loss: LossSpec,
+        scale: float,
+    ) -> tuple[str | None, Nonfinite | None]:
+        """Return why a batch makes no update, None if it does, and whether its gradient is why.
+
+        Raises `NonFiniteLossError`.
+        """
+        config, is_shared = self.config, self.shares(loss)
         # a batch that the user leaves out may have any loss
         if config.skips(step):
-            return f"step {step} is in skip_batches={config.skip_batches}"
+            return f"step {step} is in skip_batches={config.skip_batches}", None
         if config.nonfinite_loss == "continue":
-            return None
+            return None, None
+        gradients = [report.get("gradient") for report in reports]
+        nonfinite = self.gradients.judge(gradients, scale, is_shared=is_shared)
         losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-        reason = nonfinite_loss(losses, step, is_shared=self.shares(loss))
+        reason = nonfinite_loss(losses, step, is_shared=is_shared)
+        if nonfinite is not None and (reason is None or nonfinite.step < step):
+            if config.nonfinite_loss == "stop":
+                raise NonFiniteLossError(f"{nonfinite.reason}; {ADVICE}", tuple(results), nonfinite)
+            return nonfinite.reason, nonfinite
         if reason is not None and config.nonfinite_loss == "stop":
             raise nonfinite_error(reason, results)
-        return reason
+        return reason, None
+
+    def _look_at(
+        self, lane_pass: LanePass, own_gradients: Sequence[Gradients], results: Sequence[Any]
+    ) -> list[Any] | None:
+        """Return the report of `self.gradients` about the sums of this worker's lanes."""
+        sizes, loss = lane_pass.overlap.sizes, lane_pass.loss
+        size = torch.stack(sizes).amax() if sizes else has_nonfinite(own_gradients[0])
+        lanes = [lane for lane, *_ in results]
+
+        def narrow() -> list[int]:
+            found = list[int]()
+            if loss.fn is None or self.shares(loss):  # not to be computed again, or of all lanes
+                return found
+            with self.manual.lanes(), suppress(Exception):  # that of the gradient matters more
+                for lane in lanes:
+                    with self.buffers.repeating():
+                        gradients, _ = lane_pass.compute_again(lane)
+                    found += [lane] * bool(has_nonfinite(gradients))
+            return found
+
+        return self.gradients.report(Found(lane_pass.seed[0], lanes, size), narrow)
 
     def shares(self, loss: LossSpec) -> bool:
         """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
@@ -370,6 +422,7 @@ class LaneEngine(LaneContext):
             yield
         except BaseException:
             self.buffers.restore()
+            self.gradients.forget()
             for parameter, gradient in zip_longest(parameters, earlier):
                 parameter.grad = gradient
             for bucket in overlap.buckets:

@@ -296,6 +296,18 @@ class LanePass:
         repeated = replace(self, batch=batch, overlap=NO_OVERLAP, after_lane=None)
         return repeated.compute(lane), repeated.scalars
 
+    def compute_again(self, lane: int, data: Any = None) -> tuple[Gradients, LaneScalars]:
+        """Repeat a lane from its batch, loaded again unless it is `data` or one of a stream.
+
+        Call it in a block of `Buffers.repeating`.
+        """
+        origin, source = self.batch.origin, self.batch
+        if data is None:
+            data = self.inputs.batches[lane] if origin is None else origin.load(lane)
+        lanes = range(lane, lane + 1)
+        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact, origin)
+        return self.repeat(lane, batch)
+
     def compute(self, lane: int) -> Gradients:
         """Return the gradients of a lane, computed on this worker's first device."""
         first = self.context.replicas.all[0].device

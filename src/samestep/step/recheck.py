@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from samestep.comm.base import World
-from samestep.data.batch import Batch, Incomplete
+from samestep.data.batch import Incomplete
 from samestep.data.nested import tensors_in
 from samestep.errors import ConfigError, DataError, RecheckError
 from samestep.step.gradients import Gradients
@@ -182,14 +182,12 @@ class LaneCheck:
     def _compute(self) -> Callable[[], Hashes]:
         """Begin to compute the lane on this worker; return a call that returns its hashes."""
         lane_pass, context = self.lane_pass, self.lane_pass.context
-        source, lane, origin = lane_pass.batch, self.lane, lane_pass.batch.origin
+        lane, origin = self.lane, lane_pass.batch.origin
         context.world.status.set_activity(f"loading lane {lane} to compute it again")
         data = copy.deepcopy(self._sent) if origin is None else origin.load(lane)
         batch_hash = _hash_of_batch(data.data if isinstance(data, Incomplete) else data)
-        lanes = range(lane, lane + 1)
-        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact, origin)
         with context.buffers.repeating():
-            return self._begin_hashes(*lane_pass.repeat(lane, batch), batch_hash)
+            return self._begin_hashes(*lane_pass.compute_again(lane, data), batch_hash)
 
     def _begin_hashes(
         self, gradients: Gradients, scalars: LaneScalars, batch_hash: int
