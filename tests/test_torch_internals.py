@@ -75,6 +75,11 @@ def test_calls_for_many_tensors():
     internals.foreach_copy_(left, [tensor.double() for tensor in right])  # also converts
     assert [tensor.tolist() for tensor in left] == [[2, 2], [0, 0, 0]]
     assert [tensor.data_ptr() for tensor in left] == addresses
+    assert [norm.item() for norm in internals.foreach_norm(left)] == [pytest.approx(8**0.5), 0]
+    assert internals.foreach_has_nonfinite(left) == 0
+    left[1][2] = float("nan")
+    assert internals.foreach_has_nonfinite(left) == 1
+    assert [tensor.tolist() for tensor in left[:1]] == [[2, 2]]
 
 
 def test_the_metadata_of_a_state_dict_says_which_version_a_module_has():

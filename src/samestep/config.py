@@ -99,7 +99,8 @@ class Config:
     )
     nonfinite_loss: str = option(
         "stop",
-        "what to do if a loss is NaN or infinite: stop, skip the batch, or continue",
+        "what to do if a loss, or its gradient, is NaN or infinite: "
+        "stop, skip the batch, or continue",
     )
     skip_batches: str | None = option(
         None,

@@ -128,11 +128,14 @@ class LossError(SamestepError):
 
 
 class NonFiniteLossError(LossError):
-    """A loss is NaN or infinite; names the step, the lane and the rank."""
+    """A loss or its gradient is NaN or infinite; names the step, the lane and the rank."""
 
-    def __init__(self, text: str, results: tuple[object, ...] = ()) -> None:
+    def __init__(
+        self, text: str, results: tuple[object, ...] = (), gradient: object = None
+    ) -> None:
         super().__init__(text)
         self.results = results  # of all lanes
+        self.gradient = gradient  # which one, if it is not the loss
 
 
 class OutOfMemoryError(SamestepError, MemoryError):
@@ -143,9 +146,10 @@ class DivergenceError(SamestepError):
     """Replicated state differs between workers; names the step, the tensor and the workers.
 
     Attributes: `ranks` and `hosts` (tuples) of the workers that differ from the majority, or of all
-    if there is none; `step` and `tensor`, where the first difference is; `is_certain` (bool): with
-    `recheck_every`, most of at least three workers have the same state. A launcher of several hosts
-    then goes on without those of the others.
+    if there is none; `step` and `tensor`, where the first difference is, or the path of a number;
+    `is_certain` (bool): with `recheck_every`, only tensors differ, and most of at least three
+    workers have the same ones. A launcher of several hosts then goes on without those of the
+    others.
     """
 
     def __init__(

@@ -45,10 +45,21 @@ MODULE_ATTRIBUTES: Final = frozenset(vars(Module())) - {"_buffers"}
 foreach_add_: Final = torch._foreach_add_
 foreach_copy_: Final = torch._foreach_copy_
 foreach_mul_: Final = torch._foreach_mul_
+foreach_norm: Final = torch._foreach_norm  # noqa: SLF001  no optimizer uses it
 
 # The attribute of a module's state_dict with the versions of its submodules. Modules read it there
 # when they load the state; a copy of the dict has to have it, too.
 STATE_METADATA: Final = "_metadata"
+
+
+def foreach_has_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 1 if an element is infinite or NaN, and 0 otherwise, float32 [], as GradScaler does.
+
+    The tensors have one dtype, keep their values, and are at least one.
+    """
+    found, factor = torch.zeros(2, device=tensors[0].device).unbind()
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, factor.add_(1.0))
+    return found
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.nested import mapped, parts_of, tensors_in
+from samestep.data.nested import mapped, parts_of, tensors_in, values_in
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
@@ -34,6 +34,8 @@ def test_tensors_have_the_paths_of_their_containers():
         assert (path, tensor is same) == (expected, True)
     assert [path for path, _ in tensors_in(batch, "/")] == ["a/0", "a/1/0", "b/inputs/image"]
     assert [path for path, _ in tensors_in(ONE)] == [""]
+    values = [("", [1, {"a": ()}]), ("0", 1), ("1", {"a": ()}), ("1.a", ())]
+    assert [*values_in([1, {"a": ()}])] == values
 
 
 def test_a_dataclass_with_a_length_is_no_container():

@@ -10,7 +10,7 @@ import samestep as ss
 from samestep.comm.distributed import Distributed
 from samestep.step import exchange
 from tests.gpu.simulated import VISIBLE
-from tests.jobs import classify, events, images
+from tests.jobs import classify, events, images, snapshots
 
 PHASES = ("compute", "exchange", "optimizer")
 
@@ -214,7 +214,8 @@ def test_buffers_are_compared_before_backward_after_the_first_step(gpus):
     order = gpus.call(order_of_step, 2, 1, norm=True)
     assert order == [*lane, *lane, "record", "wait"]
     order = gpus.call(order_of_step, 2, 1, norm=True, steps=2)
-    assert order == [*lane, *lane, "wait"]
+    # the first one copies whether the gradient of the last step was finite
+    assert order == ["record", *lane, *lane, "wait"]
 
 
 def test_loss_that_is_not_finite_is_noticed_in_its_step(gpus):
@@ -279,3 +280,38 @@ def test_phases_of_a_step_are_measured_by_the_device(gpus, tmp_path):
     for event in timings:
         (seconds,) = event["workers"]
         assert [seconds[phase] for phase in PHASES] == [4.0, 4.0, 2.0]
+
+
+def late_gradient(directory, at, *, snapshot_every=None, value="stop"):
+    """Return the error of a run whose gradient is not finite in step `at`, and its last step."""
+    options = {"snapshot_every": snapshot_every, "nonfinite_loss": value, "timeout": 60}
+
+    def spoiled(model, batch):
+        loss, _ = classify(model, batch)
+        return loss + (loss * (run._progress.step != at)).square().sqrt() * 0
+
+    try:
+        with ss.init(lanes=2, dir=directory, **options) as run:
+            model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for batch in run.batches(images(64), 16, steps=4):
+                run.backward(spoiled, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+    except ss.NonFiniteLossError as error:
+        return str(error), run.step
+    is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    return f"finite: {is_finite}", run.step
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_before_it_is_saved(gpus, tmp_path):
+    start = "the gradient is not finite at step {} in one of the lanes 0, 1 (worker 0), although"
+    # in the next step, before the first snapshot after it, and at the end
+    for number, (at, every, step) in enumerate([(1, None, 2), (1, "2", 2), (3, None, 4)]):
+        folder = tmp_path / str(number)
+        text, stopped = gpus.call(late_gradient, folder, at, snapshot_every=every)
+        assert text.startswith(start.format(at))
+        assert stopped == step
+        assert snapshots(folder) == []
+    assert gpus.call(late_gradient, tmp_path / "skip", 1, value="skip") == ("finite: True", 4)

@@ -200,7 +200,78 @@ def test_first_of_several_tensors_is_named():
         return model.head.bias
 
     first, _ = messages(2, both, [0])
-    assert "after step 4 in 'model/head.bias' (the first of 2 tensors that differ): " in first
+    assert "after step 4 in 'model/head.bias' (the first of 2 values that differ): " in first
+
+
+def numbers_job(run, change):
+    """Train with numbers and texts in tracked state, which `change` makes differ in one step."""
+    model = run.replicate(Net())
+    optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
+    state = SimpleNamespace(
+        optimizer=optimizer,
+        patience=ss.Patience(3),
+        dict={"seen": 0, "names": ["a"], f"of {run.rank}": run.rank},
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 100),
+    )
+
+    def after_step(_):
+        if run.step == 3:
+            change(state, run.rank)
+
+    tracked = {"patience": state.patience, "dict": state.dict, "scheduler": state.scheduler}
+    fit(run, model, optimizer, images(32), batch_size=8, after_step=after_step, tracked=tracked)
+
+
+def set_option(name, value):
+    def change(state, rank):
+        if rank == 1:
+            state.optimizer.param_groups[0][name] = value
+
+    return change
+
+
+def count_steps(state, rank):
+    """Change the counters of parameters of which each worker updates a part."""
+    if rank == 1:
+        for values in state.optimizer.state.values():
+            values["step"] += 1
+
+
+NUMBERS = [
+    (set_option("lr", 0.005), "optimizer/param_groups/0/lr", "0.01", "0.005"),
+    (set_option("betas", (0.9, 0.9)), "optimizer/param_groups/0/betas/1", "0.999", "0.9"),
+    (count_steps, "optimizer/state/4/step", "4.0", "5.0"),
+    (lambda state, rank: state.patience.step(0.5 + rank), "patience/best", "0.5", "1.5"),
+    (lambda state, rank: state.dict.update(seen=rank), "dict/seen", "0", "1"),
+    (lambda state, rank: state.dict["names"].append("b" * rank), "dict/names/1", "''", "'b'"),
+    (lambda state, rank: rank and state.dict["names"].clear(), "dict/names", "1 items", "0 items"),
+    (lambda state, rank: rank and state.scheduler.step(), "scheduler/last_epoch", "0", "1"),
+]
+
+
+@pytest.mark.parametrize(("change", "name", "first", "second"), NUMBERS)
+def test_numbers_and_texts_that_differ_are_named_with_their_values(change, name, first, second):
+    options = {"lanes": 4, "check_every": 4}
+    for end in try_workers(train, 2, lambda run: numbers_job(run, change), None, options):
+        assert type(end.error) is ss.errors.DivergenceError
+        text = re.sub(rf" \({HOST}\)", "", str(end.error))
+        assert f" after step 4 in '{name}" in text
+        assert f": {first} on worker 0 and {second} on worker 1; expected the same value" in text
+
+
+def test_numbers_that_differ_blame_no_hardware():
+    """With three workers, two of which have the same parameters as well."""
+    change = set_option("lr", 0.5)
+    options = {"lanes": 4, "check_every": None, "recheck_every": 2}
+    for end in try_workers(train, 3, lambda run: numbers_job(run, change), None, options):
+        assert (end.error.ranks, end.error.tensor) == ((1,), "optimizer/param_groups/0/lr")
+        assert not end.error.is_certain
+        assert not end.error.is_retryable
+
+
+def test_each_worker_may_have_keys_of_its_own():
+    options = {"lanes": 4, "check_every": 1}
+    run_workers(train, 2, lambda run: numbers_job(run, lambda *_: None), None, options)
 
 
 def test_without_check_every_only_snapshots_are_checked(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from samestep.step.recheck import LaneCheck, Recheck
 from tests.jobs import Net, classify, fit, images
 from tests.run import kinds
 from tests.step.test_lane_engine import backward, gradients, model_of
-from tests.workers import run_workers
+from tests.workers import run_workers, try_workers
 from tests.worlds import on_hosts
 
 LANES = 6
@@ -174,6 +175,56 @@ def test_without_a_majority_nobody_is_blamed():
             return raised.value.ranks, raised.value.is_certain
 
     assert run_workers(body, 3) == [((0, 1), False)] * 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "embed"),
+    [(1, None), (2, None), (3, None), (3, lambda model, batch: model(batch[0]))],
+)
+def test_a_wrong_loss_blames_no_sample(workers, embed):
+    """Its gradient is right, so that only the loss shows the fault."""
+
+    def body():
+        with ss.init(lanes=3, recheck_every=1) as run:
+            model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+            is_guilty = iter([run.rank == 0] + 9 * [False])
+
+            def loss_fn(model, batch):
+                scores = batch if embed else model(batch[0])
+                loss = scores.square().mean()
+                loss.data.mul_(float("nan") if next(is_guilty) else 1.0)
+                return loss
+
+            for batch in run.batches(images(12), 12, steps=1):
+                with pytest.raises(RecheckError) as raised:
+                    run.backward(loss_fn, model, batch, embed=embed)
+            error = raised.value
+            return error.ranks, error.tensor, error.is_certain, "learning rate" in str(error)
+
+    expected = [0, 1] if workers == 2 else [0]
+    assert (
+        run_workers(body, workers) == [(tuple(expected), "the loss", workers == 3, False)] * workers
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_other_samples_are_no_fault_of_the_hardware(workers):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return torch.tensor([time.monotonic()])
+
+    def body():
+        with ss.init(lanes=3, recheck_every=1) as run:
+            model = run.replicate(nn.Linear(1, 1))
+            for batch in run.batches(Noisy(), 6, steps=1):
+                run.backward(lambda model, batch: model(batch).mean(), model, batch)
+
+    for end in try_workers(body, workers):
+        assert type(end.error) is ss.DataError
+        assert str(end.error).startswith("the samples of lane 0 at step 0 have other values each")
 
 
 def counted(job, lanes, **options):

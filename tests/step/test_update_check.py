@@ -11,7 +11,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.config import Config
-from samestep.errors import OptimizerError, RecheckError
+from samestep.errors import DivergenceError, OptimizerError, RecheckError
 from samestep.guards import plugins_of
 from samestep.step import shard, update_check
 from samestep.step.exchange import all_gather
@@ -131,6 +131,38 @@ def test_two_workers_are_both_named_unless_one_sees_its_own_memory_change():
             assert error.step == AT
             assert not error.is_certain
             assert not error.is_secondary
+
+
+def trained_with_options(name, value):
+    """Return the error of a run whose last worker has another option in a step that is due."""
+    with ss.init(lanes=6, recheck_every=2, check_every=None) as run:
+        model = run.replicate(Net())
+        optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)))
+        for batch in run.batches(images(24), 12, steps=4):
+            run.backward(classify, model, batch)
+            group, is_other = optimizer.param_groups[0], run.rank == run.world_size - 1
+            before = group[name]
+            group[name] = value if is_other else before
+            try:
+                optimizer.step()
+            except DivergenceError as error:
+                return error
+            group[name] = before
+    return None
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_other_options_are_no_fault_of_the_hardware(workers):
+    def body():
+        values = {"lr": torch.tensor(0.02), "weight_decay": 0.5}
+        return [trained_with_options(name, value) for name, value in values.items()]
+
+    for errors in run_workers(body, workers):
+        for name, error in zip(["lr", "weight_decay"], errors, strict=True):
+            assert (error.tensor, error.step) == (f"param_groups/0/{name}", 1)
+            assert not error.is_certain
+            assert f"{error.tensor!r} of the AdamW" in str(error)
+            assert "faulty" not in str(error)
 
 
 class Mixed(nn.Module):

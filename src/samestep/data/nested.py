@@ -24,13 +24,18 @@ def parts_of(value: Any) -> dict[Any, Any]:
     return {**by_name, **getattr(value, "__dict__", {})}
 
 
+def values_in(value: Any, separator: str = ".", path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested containers and what they hold, with paths such as "0" or "inputs.ids"."""
+    yield path, value
+    for name, part in () if isinstance(value, Tensor) else parts_of(value).items():
+        yield from values_in(part, separator, f"{path}{separator}{name}" if path else str(name))
+
+
 def tensors_in(value: Any, separator: str = ".", path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers with their paths, such as "0" or "inputs.ids"."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    for name, part in parts_of(value).items():
-        yield from tensors_in(part, separator, f"{path}{separator}{name}" if path else str(name))
+    """Yield the tensors in nested containers with their paths."""
+    for name, part in values_in(value, separator, path):
+        if isinstance(part, Tensor):
+            yield name, part
 
 
 def mapped(batch: Any, fn: Callable[[Any], Any]) -> Any:

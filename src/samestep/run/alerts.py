@@ -17,6 +17,7 @@ from samestep.errors import NonFiniteLossError
 from samestep.masking import mask_words
 from samestep.record import Record
 from samestep.run.process import announce
+from samestep.step.finite import Nonfinite
 from samestep.step.lane_pass import LaneResult
 
 WARM_UP: Final = 20  # steps before which no loss is unusual
@@ -134,14 +135,32 @@ class LossAlerts:
         self._last = step
         return self._alert(batch, call, blamed, loss, results, mean)
 
+    def note_gradient(
+        self,
+        batch: Batch,
+        call: tuple[int, int],
+        results: Sequence[LaneResult],
+        nonfinite: Nonfinite,
+    ) -> str:
+        """Do what `look` does about a gradient that is not finite, perhaps of the last step."""
+        if not self._usual.setdefault(call[1], Usual()).is_new("gradient"):
+            return ""
+        blamed = None
+        if nonfinite.step == call[0]:  # the batch is not that of an earlier step
+            blamed = next((lane for lane in results if lane.lane == nonfinite.lane), None)
+        call = nonfinite.step, call[1]
+        loss = None if blamed is None else blamed.metrics["loss"]
+        return self._alert(batch, call, blamed, loss, results, None, nonfinite.reason)
+
     def _alert(
         self,
         batch: Batch,
         call: tuple[int, int],
         blamed: LaneResult | None,
-        loss: float,
+        loss: float | None,
         results: Sequence[LaneResult],
         usual: float | None,
+        reason: str = "",
     ) -> str:
         """Record an alert, and return the samples of the lane and how to look at them."""
         (step, number), origin = call, batch.origin
@@ -158,7 +177,7 @@ class LossAlerts:
         if not self._is_main:
             return advice
         place = "of the whole batch" if lane is None else f"in lane {lane}"
-        reason = f"the loss is {loss:.6g} at step {step} {place}"
+        reason = reason or f"the loss is {loss:.6g} at step {step} {place}"
         if usual is not None:
             reason += f", usually about {usual:.6g}"
         self._record.event(

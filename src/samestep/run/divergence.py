@@ -22,21 +22,37 @@ from samestep.errors import DivergenceError
 from samestep.run.plugin import RunPlugin
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
-from samestep.step.hashing import bytes_of, hash_of, majority
+from samestep.step.hashing import (
+    bytes_of,
+    described,
+    differing_texts,
+    hash_of,
+    majority,
+    texts_of,
+)
 from samestep.step.lane_pass import LanePass, LossSpec, StepPlugin
+from samestep.step.shard import Shard
 
 OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
 MOST_VALUES: Final = 2000  # of one attribute that are compared
 
 COMPARING: Final = "comparing the workers' states"
+CAUSES: Final = (
+    "expected the same bits on all workers. Likely causes: gradients that are not made by"
+    " run.backward, code that changes the model or the optimizer on some workers only (a condition"
+    " on the rank, or random numbers or data that differ between workers), an optimizer whose step"
+    " is not deterministic, or, if it is always the same host, faulty memory"
+)
 
 
 class DivergenceCheck(RunPlugin):
-    """Compares tracked tensors that are not sharded, and those of replicated `modules`.
+    """Compares what is tracked and not sharded: tensors, also of replicated `modules`, and numbers.
 
     Workers compare a digest of all bytes: a NaN is equal to itself, and 0.0 differs from -0.0. Only
-    if digests differ, they compare a checksum of each tensor. If it also `blames` hardware, workers
-    that differ from most others are said to be wrong, so that a run can go on without them.
+    if digests differ, they compare a checksum of each tensor, and each number and text. If it also
+    `blames` hardware, workers whose tensors differ from most others' are said to be wrong, so that
+    a run can go on without them. Numbers are inputs of the next update, so user code made them
+    differ. `shards` are those of tracked optimizers: all of their options are the same.
     """
 
     def __init__(
@@ -49,6 +65,7 @@ class DivergenceCheck(RunPlugin):
         blames: bool = False,
     ) -> None:
         self.modules, self._blames = modules, blames
+        self.shards: dict[str, Shard] = {}
         self._world, self._tracked = world, tracked
         self._intervals = [steps for steps in intervals if steps is not None]
         self._has_begun = self._is_fresh = False
@@ -79,23 +96,31 @@ class DivergenceCheck(RunPlugin):
         # since they made the same calls.
         if self._world.size == 1 or self._is_fresh:
             return
-        states = dict(self._tracked.states()[0] if shared is None else shared)
+        states = {name: shard.shared_state() for name, shard in self.shards.items()}
+        states.update(self._tracked.states()[0] if shared is None else shared)
         for number, module in enumerate(self.modules):
             states[f"module {number} ({type(module).__name__})"] = module.state_dict()
         self._world.wait_for_gpu()
         # One digest per worker. Checksums of each tensor follow only if these differ.
-        digests = self._world.all_gather_json(digest(states), what)
-        if len(set(digests)) > 1:
-            entry = [socket.gethostname(), checksums(states)]
-            gathered = self._world.all_gather_json(entry, "comparing checksums")
-            hosts, sums_by_rank = zip(*gathered, strict=True)
-            names = dict.fromkeys(name for sums in sums_by_rank for name in sums)
-            differing = [
-                name for name in names if len({sums.get(name) for sums in sums_by_rank}) > 1
-            ]
-            if differing:  # otherwise only their devices differ, and so the kinds of digests
-                raise self._error(step, differing, hosts, sums_by_rank)
+        cut = texts_of({name: shard.counters_of_cut() for name, shard in self.shards.items()})
+        entries = self._world.all_gather_json([digest(states), cut], what)
+        digests, cuts = zip(*entries, strict=True)
+        if len(set(digests)) > 1 or differing_texts(cuts):
+            entry = [socket.gethostname(), checksums(states), texts_of(states) | cut]
+            self._compare_all(step, self._world.all_gather_json(entry, "comparing checksums"))
         self._equal_step, self._is_fresh = step, True
+
+    def _compare_all(self, step: int, entries: Sequence[Any]) -> None:
+        """Compare (host, checksums, texts) of all workers, by rank, of which digests differ."""
+        hosts, sums_by_rank, texts_by_rank = zip(*entries, strict=True)
+        names = dict.fromkeys(name for sums in sums_by_rank for name in sums)
+        tensors = [name for name in names if len({sums.get(name) for sums in sums_by_rank}) > 1]
+        if texts := differing_texts(texts_by_rank):  # tensors that differ may follow from them
+            what = described(texts[0], texts_by_rank, hosts)
+            raise self._error(step, [*texts, *tensors], hosts, texts_by_rank, what)
+        if tensors:  # otherwise only their devices differ, and so the kinds of digests
+            what = f"{_describe([sums.get(tensors[0]) for sums in sums_by_rank], hosts)}; {CAUSES}"
+            raise self._error(step, tensors, hosts, sums_by_rank, what, blames=self._blames)
 
     def _error(
         self,
@@ -103,30 +128,16 @@ class DivergenceCheck(RunPlugin):
         differing: Sequence[str],
         hosts: Sequence[str],
         sums_by_rank: Sequence[Mapping[str, str]],
+        what: str,
+        *,
+        blames: bool = False,
     ) -> DivergenceError:
         """Return the error for this worker. It is secondary if this one is certainly right."""
-        expected = majority(sums_by_rank)  # None with two workers
-        ranks = [rank for rank, sums in enumerate(sums_by_rank) if sums != expected]
-        is_certain = self._blames and expected is not None
-        return DivergenceError(
-            self._message(step, differing, hosts, sums_by_rank),
-            ranks=tuple(ranks),
-            hosts=tuple(hosts[rank] for rank in ranks),
-            step=step,
-            tensor=differing[0],
-            is_certain=is_certain,
-            is_secondary=is_certain and self._world.rank not in ranks,
-        )
-
-    def _message(
-        self,
-        step: int,
-        differing: Sequence[str],
-        hosts: Sequence[str],
-        sums_by_rank: Sequence[Mapping[str, str]],
-    ) -> str:
-        first = differing[0]
-        which = f" (the first of {len(differing)} tensors that differ)" if differing[1:] else ""
+        by_rank = [[sums.get(name) for name in differing] for sums in sums_by_rank]
+        expected = majority(by_rank)  # None with two workers
+        ranks = [rank for rank, sums in enumerate(by_rank) if sums != expected]
+        is_certain = blames and expected is not None
+        which = f" (the first of {len(differing)} values that differ)" if differing[1:] else ""
         if self._equal_step is None:
             resume = (
                 "nothing was compared earlier in this attempt: "
@@ -137,14 +148,15 @@ class DivergenceCheck(RunPlugin):
                 f"all workers were equal after step {self._equal_step}: "
                 "resume from a snapshot of that step or an earlier one"
             )
-        return (
-            f"workers differ after step {step} in {first!r}{which}: "
-            f"{_describe([sums.get(first) for sums in sums_by_rank], hosts)}; "
-            "expected the same bits on all workers. Likely causes: gradients that are not made by "
-            "run.backward, code that changes the model or the optimizer on some workers only (a "
-            "condition on the rank, or random numbers or data that differ between workers), an "
-            "optimizer whose step is not deterministic, or, if it is always the same host, faulty "
-            f"memory. samestep verify finds the first step that differs; {resume}"
+        return DivergenceError(
+            f"workers differ after step {step} in {differing[0]!r}{which}: {what}."
+            f" samestep verify finds the first step that differs; {resume}",
+            ranks=tuple(ranks),
+            hosts=tuple(hosts[rank] for rank in ranks),
+            step=step,
+            tensor=differing[0],
+            is_certain=is_certain,
+            is_secondary=is_certain and self._world.rank not in ranks,
         )
 
 
@@ -158,8 +170,8 @@ def checksums(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def digest(state: Mapping[str, Any]) -> str:
-    """Return a hash of the bytes of all tensors in a nested state; GPUs hash their own tensors."""
-    hasher = xxh3_128()
+    """Return a hash of all values in a nested state; GPUs hash their own tensors."""
+    hasher = xxh3_128(repr(texts_of(state)).encode(errors="surrogatepass"))
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in _unique(state):
         if tensor.device.type == "cpu":

@@ -437,8 +437,12 @@ class Run(Training, Collectives, Recording):
             # saved as slices
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             lines += tracked.add(name, item, shard)
+            if shard is not None:
+                self._session.divergence.shards[name] = shard
             if isinstance(item, torch.nn.Module):
                 self._lanes.manual.watch(item)
+            if isinstance(item, torch.amp.GradScaler):
+                self._lanes.gradients.scalers.append(item)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.times.watch(name, item)
                 self._lanes.track(item, shard)

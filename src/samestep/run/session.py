@@ -354,7 +354,7 @@ class Session:
     def end(self) -> None:
         """Take the last snapshot, and report an error like any other."""
         try:
-            self.lanes.buffers.check()
+            self.lanes.check_late()
             self.progress.end_run()
         except Exception as error:
             self.report_failure(error)

@@ -16,6 +16,7 @@ from samestep.guards.metric_guard import state_of_body
 from samestep.metrics import Means
 from samestep.run.progress import Progress
 from samestep.run.session import Session
+from samestep.step.finite import Nonfinite
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import Count, LaneResult, LossFn, LossSpec, Reduction
 from samestep.step.scaling import GradScaler, clip_gradients
@@ -75,9 +76,9 @@ class Training:
             LossError: The loss is not a scalar, or has no gradient; a mean needs `count`; `embed`
                 returns other values when it is called again.
             ConfigError: `reduction` is unknown, or `embed` is used with `count` or `reduction`.
-            NonFiniteLossError: The loss is NaN or infinite. With `nonfinite_loss="skip"`, the call
-                leaves gradients and buffers as they were, and only 100 such steps in a row are an
-                error.
+            NonFiniteLossError: The loss or its gradient is NaN or infinite. With
+                `nonfinite_loss="skip"`, the call leaves gradients and buffers as they were, and
+                only 100 such steps in a row are an error.
             WorldError: A worker caught an exception of an earlier call, which others wait for.
             ModelError: The module to update is not a `torch.nn.Module`.
 
@@ -147,11 +148,12 @@ class Training:
             raise
         except NonFiniteLossError as error:
             results = [lane for lane in error.results if isinstance(lane, LaneResult)]
-            if advice := self._look_at(batch, call, results, loss):
+            nonfinite = error.gradient if isinstance(error.gradient, Nonfinite) else None
+            if advice := self._look_at(batch, call, results, loss, nonfinite):
                 raise NonFiniteLossError(f"{error}; {advice}") from None
             raise
         progress.receive(result.notes)  # of all workers, sent along with the losses
-        self._look_at(batch, call, result.results, loss)
+        self._look_at(batch, call, result.results, loss, result.nonfinite)
         if result.skipped is not None:
             progress.skipped.add(progress.step, result.skipped)
         means = Means(result.results, loss.reduction)
@@ -159,12 +161,19 @@ class Training:
         return means
 
     def _look_at(
-        self, batch: Batch, call: tuple[int, int], results: Sequence[LaneResult], loss: LossSpec
+        self,
+        batch: Batch,
+        call: tuple[int, int],
+        results: Sequence[LaneResult],
+        loss: LossSpec,
+        nonfinite: Nonfinite | None,
     ) -> str:
-        """Return what an alert about a loss says of its samples, "" without an alert."""
+        """Return what an alert about a loss or gradient says of its samples, "" without one."""
+        alerts = self._progress.alerts
+        if nonfinite is not None:
+            return alerts.note_gradient(batch, call, results, nonfinite)
         are_sums, is_shared = loss.reduction == "sum", self._lanes.shares(loss)
-        look = self._progress.alerts.look
-        return look(batch, call, results, are_sums=are_sums, is_shared=is_shared)
+        return alerts.look(batch, call, results, are_sums=are_sums, is_shared=is_shared)
 
     def clip_grad_norm(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`.
@@ -206,7 +215,10 @@ class Training:
             >>> scaler = run.grad_scaler(init_scale=1024.0)
             >>> run.track(scaler=scaler)
         """
-        return GradScaler(self._world, self._lanes.optimizers.seals, self.device.type, **options)
+        seals = self._lanes.optimizers.seals
+        scaler = GradScaler(self._world, seals, self.device.type, **options)
+        self._lanes.gradients.scalers.append(scaler)
+        return scaler
 
 
 def _check_options(count: Count | None, reduction: str, embed: LossFn | None) -> None:

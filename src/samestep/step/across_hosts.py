@@ -27,6 +27,7 @@ from samestep.step.exchange import (
     add_up,
     wait_until_free,
 )
+from samestep.step.finite import size_of_many
 from samestep.step.gradients import Gradients, copy_gradients
 from samestep.step.layout import ALIGNMENT, Span, subtrees_of
 
@@ -326,6 +327,9 @@ class UncopiedSwapExchange(SwapExchange):
     def put(self, own_gradients: Sequence[Gradients]) -> None:
         wait_until_free([self])
         (self._own_gradients,) = own_gradients
+
+    def size(self, own_gradients: Sequence[Gradients]) -> Tensor:
+        return size_of_many(own_gradients[0])
 
     def start(self) -> None:
         gradients, self._own_gradients = self._own_gradients, []

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from samestep.comm.base import World
+from samestep.step.finite import size_of_flats
 from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_dtype
 from samestep.step.layout import (
     ALIGNMENT,
@@ -237,6 +238,10 @@ class Exchange(ABC):
         wait_until_free([self])
         for views, gradients in zip(self.own_views, own_gradients, strict=True):  # per subtree
             copy_gradients(views, gradients)
+
+    def size(self, own_gradients: Sequence[Gradients]) -> Tensor:
+        """Return the size of what `put` took, as `size_of_flats` does, before a barrier."""
+        return size_of_flats(self._own_flats[: len(own_gradients)])
 
     def spare_held(self) -> None:
         """Move gathered gradients that user code still holds out of the memory of the next ones."""

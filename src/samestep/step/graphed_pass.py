@@ -27,7 +27,7 @@ class GraphedPass(LanePass):
         return cast(LaneGraphs, self.context.graphs)
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
-        self._graphs.end(self._scalars.copy)
+        self._graphs.end(self.scalars.copy)
         report = super().report(own_gradients)  # waits for the comparisons, too
         self._graphs.judge()
         return report
@@ -49,7 +49,7 @@ class GraphedPass(LanePass):
         with self.context.replicas.on(replica):
             self.context.buffers.rewind(replica.number, lane)
         take_gradients(replica.of(self.parameters))
-        self._scalars.forget(lane)
+        self.scalars.forget(lane)
 
     def _compute(
         self, lane: int, replica: Replica, batch: Any, count: float
@@ -96,7 +96,7 @@ class GraphedPass(LanePass):
         with context.user_code():
             fn = cast(LossFn, self.loss.fn)
             loss, metrics = split_loss(fn(self.loss.model, batch), lane)
-        scalars = self._scalars.named(loss, metrics)
+        scalars = self.scalars.named(loss, metrics)
         changes = context.buffers.changed_by_forward(replica.number) if context.lanes > 1 else []
         # rounded to the loss's dtype as `torch.full_like` does
         weight = None if factor is None else factor.to(loss.dtype).expand(loss.shape)
@@ -111,10 +111,10 @@ class GraphedPass(LanePass):
     ) -> Gradients:
         """Note the results of a lane's forward pass, and compute its gradients, with graphs."""
         context, parameters = self.context, replica.of(self.parameters)
-        self._scalars.note(lane, count, values.scalars)
+        self.scalars.note(lane, count, values.scalars)
         if context.lanes > 1:
             changes = values.changes
-            context.buffers.note_changes(lane, replica.number, changes, self._scalars.copy)
+            context.buffers.note_changes(lane, replica.number, changes, self.scalars.copy)
         if not self.overlap.groups or lane != context.own[-1]:
             return in_order(graphed.backward(context.round_to), parameters)
         with self.overlap.active(self._sums) as self._in_exchange:

@@ -1,21 +1,33 @@
-"""Hashes of the bytes of tensors. A GPU hashes its own memory, and sends 8 bytes per tensor."""
+"""Hashes of the bytes of tensors, and texts of other values, by which workers compare them.
+
+A GPU hashes its own memory, and sends 8 bytes per tensor.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
+
+from samestep.data.nested import values_in
 
 # GPUs hash this many bytes at a time: enough to keep one busy, little compared with its memory.
 CHUNK_BYTES: Final = 1 << 26
 # Shifts and multipliers of splitmix64 (Steele et al. 2014), as signed integers of 64 bits.
 GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 MIXING: Final = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
+# Not devices: workers have different ones.
+PLAIN: Final = (
+    bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype,
+)  # fmt: skip
+SHOWN: Final = 60  # characters of a value in an error
 
 Value = TypeVar("Value")
 
@@ -25,6 +37,54 @@ def majority(values: Sequence[Value]) -> Value | None:
     texts = [json.dumps(value, sort_keys=True) for value in values]
     text, votes = Counter(texts).most_common(1)[0]
     return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
+
+
+def texts_of(state: Any) -> dict[str, str]:
+    """Return a text of each number, text, array and length in a nested state, by its path.
+
+    Equal texts mean equal bits. Objects of other kinds have none.
+    """
+    texts = ((path, _text_of(value)) for path, value in values_in(state, "/"))
+    return {path: text for path, text in texts if text is not None}
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, PLAIN):
+        return float.__repr__(value) if isinstance(value, float) else repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} items"
+    if isinstance(value, (set, frozenset)):  # their order differs between processes
+        return str(sorted(map(repr, value)))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {xxh3_64_hexdigest(value.tobytes())}"
+    return None
+
+
+def differing_texts(texts_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the paths of values that differ between workers that have them.
+
+    As in a snapshot, each worker may have its own keys in a dict.
+    """
+    paths = dict.fromkeys(path for texts in texts_by_rank for path in texts)
+    return [path for path in paths if len({t[path] for t in texts_by_rank if path in t}) > 1]
+
+
+def described(path: str, texts_by_rank: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
+    """Describe the values of all workers, by rank, of which some differ."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, texts in enumerate(texts_by_rank):
+        if path in texts:
+            ranks_of.setdefault(texts[path], []).append(f"{rank} ({hosts[rank]})")
+    parts = [
+        f"{text[:SHOWN]}{'...' * (len(text) > SHOWN)} on worker {', '.join(ranks)}"
+        for text, ranks in ranks_of.items()
+    ]
+    return (
+        f"{' and '.join(parts)}; expected the same value on all workers. Likely causes: code that"
+        " computes it from what only one worker has, such as the losses of its own lanes, a clock"
+        " or its rank; use the means that run.backward or run.evaluate returns, or send it to all"
+        " workers with run.all_gather"
+    )
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

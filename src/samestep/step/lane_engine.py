@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
+from samestep.errors import NonFiniteLossError
 from samestep.step.buffer_rules import Rule
+from samestep.step.finite import ADVICE, Found, GradientCheck, Nonfinite, has_nonfinite
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
 from samestep.step.graphed_pass import GraphedPass
@@ -111,6 +113,7 @@ class LaneEngine(LaneContext):
         self.shards: list[Shard] = []
         self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
+        self.gradients = GradientCheck(self.config)
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
         self.gpu_clock = GpuClock(self.devices[0])
@@ -154,11 +157,19 @@ class LaneEngine(LaneContext):
     def check_models(self) -> None:
         """Raise `ModelError` if a snapshot of replicated models would be wrong.
 
-        User code changed one, or backward wrote a buffer too late. A model may have moved to
-        another device, as for an export at the end of a script.
+        User code changed one, or `check_late` finds an error. A model may have moved to another
+        device, as for an export at the end of a script.
         """
         self.models.check_all()
+        self.check_late()
+
+    def check_late(self) -> None:
+        """Raise an error that is only known now, because nothing waits for a GPU.
+
+        Backward wrote a buffer too late, or its gradient is not finite.
+        """
         self.buffers.check()
+        self.gradients.check_late()
 
     def settle(self, optimizer: Optimizer) -> None:
         """Wait for gradients of a sharded optimizer, and drop those that user code has cleared."""
@@ -207,8 +218,9 @@ class LaneEngine(LaneContext):
         with self._restoring(call):
             # each lane: forward and backward; then this worker adds the subtrees of its own lanes
             lane_pass = self._pass_of(loss, batch, seed, call)
+            self.gradients.carry(lane_pass.scalars)
             report = yield from self._compute(lane_pass, call)
-            reports, notes = self._exchange(call, report, note)
+            reports, notes = self._exchange(lane_pass, call, report, note)
             result = self._result(lane_pass, reports, notes)
             self._end_buffers(reports, result)
         self._set_gradients(call, reports, result, lane_pass.scale(result.results))
@@ -243,7 +255,11 @@ class LaneEngine(LaneContext):
         return {**report, "plugins": [read() for read in of_plugins]}
 
     def _exchange(
-        self, call: _Call, report: Mapping[str, Any], note: Callable[[], Any]
+        self,
+        lane_pass: LanePass,
+        call: _Call,
+        report: dict[str, Any],
+        note: Callable[[], Any],
     ) -> tuple[list[Any], list[Any]]:
         """Exchange gradients and reports; return the reports and notes of all workers, by rank.
 
@@ -251,7 +267,9 @@ class LaneEngine(LaneContext):
         losses go to all workers.
         """
         call.started = time.perf_counter()
-        call.overlap.finish(call.own_gradients)  # those that were not put during backward
+        call.overlap.finish(call.own_gradients)  # puts those that were not put during backward
+        if self.gradients.is_due(lane_pass.seed[0]):
+            report["gradient"] = self._look_at(lane_pass, call.own_gradients, report["lanes"])
         message = self._calls, report, note()
         receive = self.world.begin_all_gather_json(message, "exchanging losses")
         call.overlap.start()  # the remaining exchanges, while the message is on its way
@@ -264,8 +282,8 @@ class LaneEngine(LaneContext):
         """Return the results of all lanes, unless a plugin refuses what workers report."""
         results = _results_of(reports)
         self.plugins.compare([report["plugins"] for report in reports])
-        skipped = self._skip_reason(results, lane_pass.seed[0], lane_pass.loss)
-        return StepResult(results, notes, skipped)
+        skipped, nonfinite = self._skip_reason(lane_pass, reports, results)
+        return StepResult(results, notes, skipped, nonfinite)
 
     def _set_gradients(
         self, call: _Call, reports: Sequence[Any], result: StepResult, scale: float
@@ -283,19 +301,51 @@ class LaneEngine(LaneContext):
         self.exchange_seconds += time.perf_counter() - call.started
         self.gpu_clock.add("exchange", call.computed, self.gpu_clock.mark())
 
-    def _skip_reason(self, results: Sequence[LaneResult], step: int, loss: LossSpec) -> str | None:
-        """Return why a batch makes no update, None if it does. Raises `NonFiniteLossError`."""
-        config = self.config
+    def _skip_reason(
+        self, lane_pass: LanePass, reports: Sequence[Any], results: Sequence[LaneResult]
+    ) -> tuple[str | None, Nonfinite | None]:
+        """Return why a batch makes no update, None if it does, and whether its gradient is why.
+
+        Raises `NonFiniteLossError`.
+        """
+        config, step, is_shared = self.config, lane_pass.seed[0], self.shares(lane_pass.loss)
         # a batch that the user leaves out may have any loss
         if config.skips(step):
-            return f"step {step} is in skip_batches={config.skip_batches}"
+            return f"step {step} is in skip_batches={config.skip_batches}", None
         if config.nonfinite_loss == "continue":
-            return None
+            return None, None
+        gradients, scale = [report.get("gradient") for report in reports], lane_pass.scale(results)
+        nonfinite = self.gradients.judge(gradients, scale, is_shared=is_shared)
         losses = [(result.lane, result.rank, result.metrics["loss"]) for result in results]
-        reason = nonfinite_loss(losses, step, is_shared=self.shares(loss))
+        reason = nonfinite_loss(losses, step, is_shared=is_shared)
+        if nonfinite is not None and (reason is None or nonfinite.step < step):
+            if config.nonfinite_loss == "stop":
+                raise NonFiniteLossError(f"{nonfinite.reason}; {ADVICE}", tuple(results), nonfinite)
+            return nonfinite.reason, nonfinite
         if reason is not None and config.nonfinite_loss == "stop":
             raise nonfinite_error(reason, results)
-        return reason
+        return reason, None
+
+    def _look_at(
+        self, lane_pass: LanePass, own_gradients: Sequence[Gradients], results: Sequence[Any]
+    ) -> list[Any] | None:
+        """Return the report of `self.gradients` about the sums of this worker's lanes."""
+        sizes, loss = lane_pass.overlap.sizes, lane_pass.loss
+        size = torch.stack(sizes).amax() if sizes else has_nonfinite(own_gradients[0])
+        lanes = [lane for lane, *_ in results]
+
+        def narrow() -> list[int]:
+            found = list[int]()
+            if loss.fn is None or self.shares(loss):  # not to be computed again, or of all lanes
+                return found
+            with self.manual.lanes(), suppress(Exception):  # that of the gradient matters more
+                for lane in lanes:
+                    with self.buffers.repeating():
+                        gradients, _ = lane_pass.compute_again(lane)
+                    found += [lane] * bool(has_nonfinite(gradients))
+            return found
+
+        return self.gradients.report(Found(lane_pass.seed[0], lanes, size), narrow)
 
     def shares(self, loss: LossSpec) -> bool:
         """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
@@ -353,6 +403,7 @@ class LaneEngine(LaneContext):
             yield
         except BaseException:
             self.buffers.restore()
+            self.gradients.forget()
             for parameter, gradient in zip_longest(call.parameters, call.earlier):
                 parameter.grad = gradient
             for bucket in call.overlap.buckets:

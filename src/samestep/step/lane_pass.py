@@ -19,6 +19,7 @@ from samestep.data.lane_loop import LaneBatch, LaneSteps, finished, in_turn
 from samestep.data.random_state import generators_restored, key, set_generators
 from samestep.errors import DataError
 from samestep.step.buffers import Buffers
+from samestep.step.finite import Nonfinite
 from samestep.step.gradients import (
     Gradients,
     Parameters,
@@ -86,12 +87,14 @@ class LaneResult:
 class StepResult:
     """The results of all lanes of a global batch, and the notes that the workers attached.
 
-    `skipped` says why the batch has no gradient, if it was skipped.
+    `skipped` says why the batch has no gradient, if it was skipped, perhaps because it would be
+    `nonfinite`.
     """
 
     results: list[LaneResult]
     notes: list[Any]
     skipped: str | None = None
+    nonfinite: Nonfinite | None = None
 
 
 class StepPlugin:
@@ -316,7 +319,7 @@ class LanePass:
         self.context.world.status.set_activity("loading data")
         self.inputs = LaneInputs(self.batch, self.loss.count)
         is_mean_of_samples = self.loss.count is None and self.loss.reduction == "mean"
-        self._scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
+        self.scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
         self.exchange_seconds = 0.0  # of `run`
         self.watched: int | None = None  # the lane that is computed again
         self.weights: dict[int, Tensor | None] = {}  # of the gradients, by lane; None is 1
@@ -374,12 +377,25 @@ class LanePass:
         self.watched = lane
         self.delay_exchange(lane)
 
-    def repeat(self, lane: int, batch: Batch) -> Gradients:
-        """Return the gradients of the lane that is watched, computed here from a batch with it.
+    def repeat(self, lane: int, batch: Batch) -> tuple[Gradients, LaneScalars]:
+        """Return the gradients and scalars of the lane that is watched, computed here from a batch.
 
         Buffers must have the values from which lanes start.
         """
-        return replace(self, batch=batch, overlap=NO_OVERLAP).compute(lane)
+        repeated = replace(self, batch=batch, overlap=NO_OVERLAP)
+        return repeated.compute(lane), repeated.scalars
+
+    def compute_again(self, lane: int, data: Any = None) -> tuple[Gradients, LaneScalars]:
+        """Repeat a lane from its batch, loaded again unless it is `data` or one of a stream.
+
+        Call it in a block of `Buffers.repeating`.
+        """
+        origin, source = self.batch.origin, self.batch
+        if data is None:
+            data = self.inputs.batches[lane] if origin is None else origin.load(lane)
+        lanes = range(lane, lane + 1)
+        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact, origin)
+        return self.repeat(lane, batch)
 
     def compute(self, lane: int) -> Gradients:
         """Return the gradients of a lane, computed on this worker's first device."""
@@ -410,7 +426,7 @@ class LanePass:
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers."""
-        buffers, scalars = self.context.buffers, self._scalars
+        buffers, scalars = self.context.buffers, self.scalars
         buffers.end_lanes(scalars.copy)
         scalars.wait()
         # per subtree; a parameter is missing only if no subtree has it
@@ -427,8 +443,8 @@ class LanePass:
 
     def divisors(self) -> list[tuple[int, float, list[float]]]:
         """Return (lane, items, divisors) of the means of cross-entropies, of lanes with some."""
-        self._scalars.wait()
-        return self._scalars.divisors()
+        self.scalars.wait()
+        return self.scalars.divisors()
 
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         if lane not in self.inputs.batches:  # no samples
@@ -475,10 +491,10 @@ class LanePass:
             else:
                 returned = self.loss.fn(self.loss.model, batch)
             loss, metrics = split_loss(returned, lane)
-        scalars = self._scalars.named(loss, metrics)
-        self._scalars.note(lane, count, scalars)
+        scalars = self.scalars.named(loss, metrics)
+        self.scalars.note(lane, count, scalars)
         if self.context.lanes > 1:  # a single lane leaves in buffers what it wrote
-            self.context.buffers.end_forward(lane, replica.number, self._scalars.copy)
+            self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
         factor = self._factor(count)
         weight = None if factor is None else torch.full_like(loss, factor)
         self.weights[lane] = weight

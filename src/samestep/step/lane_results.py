@@ -142,6 +142,12 @@ class LaneScalars:
         """Wait until all copies are complete: for all forward passes, not for the last backward."""
         self._copies.wait()
 
+    def loss_of(self, lane: int) -> str | None:
+        """Return a text of a lane's loss with its bits, None if the lane has no items."""
+        self.wait()
+        losses = [copies["loss"] for number, _, copies in self._results if number == lane]
+        return float(losses[0]).hex() if losses else None
+
     def results(self) -> list[tuple[int, float, dict[str, Any]]]:
         """Return (lane, items, metrics) in lane order, as JSON."""
         results = [

@@ -47,6 +47,11 @@ class Bucket:
         """Return the gradients of this bucket's parameters, None for those not updated."""
         return [None if n is None else gradients[n] for n in self.numbers]
 
+    def put(self, own_gradients: Sequence[Gradients]) -> Tensor:
+        """Take the gradients of this worker's subtrees, and return their size, `Exchange.size`."""
+        self.exchange.put(own_gradients)
+        return self.exchange.size(own_gradients)
+
     def reduce(self, missing: Collection[int], scale: float) -> float:
         """Complete the sums that this worker holds; return the factor for gathered ones.
 
@@ -81,6 +86,7 @@ class Overlap:
         self.order = buckets  # of their exchanges
         # numbers of the parameters whose gradients are exchanged during backward, in this order
         self.groups: list[list[int]] = []
+        self.sizes: list[Tensor] = []  # of what each bucket took
         self.used_at = 0  # the last call of `backward` that used it
         self._hooks: dict[int, RemovableHandle] = {}  # by number of the parameter
         self._active = False
@@ -124,8 +130,9 @@ class Overlap:
     def finish(self, own_gradients: Sequence[Gradients]) -> None:
         """Put the remaining gradients of this worker's subtrees, [subtrees, parameters]."""
         wait_until_free([bucket.exchange for bucket in self.buckets])
-        for bucket in self.buckets:
-            bucket.exchange.put(list(map(bucket.select, own_gradients)))
+        self.sizes = [
+            bucket.put(list(map(bucket.select, own_gradients))) for bucket in self.buckets
+        ]
 
     def start(self) -> None:
         """Start the remaining exchanges, after a message to all workers.
@@ -206,7 +213,7 @@ class EarlyExchange(Overlap):
         wait_until_free([bucket.exchange for bucket in self.order])
         for bucket in self.order:
             bucket.exchange.receive()  # partners may be ahead
-        self._put = self._started = 0
+        self._put, self._started, self.sizes = 0, 0, []
         self._before += len(self.order)
         self._are_clear = have_none(self._parameters)
         self._stream = _stream_of(self._parameters[0])
@@ -282,15 +289,15 @@ class EarlyExchange(Overlap):
                     span_gradients[n] = None
 
     def _put_next(self, own_gradients: Sequence[Gradients]) -> None:
-        exchange = self.order[self._put].exchange
-        exchange.put(own_gradients)
+        bucket = self.order[self._put]
+        self.sizes.append(bucket.put(own_gradients))
         self._put += 1
         # some CPUs reorder writes to memory, but not across two locks
         for _ in range(2):
             with self._fence:
                 pass
         # counts never go back, so they need no reset between passes, and no barrier for it
-        self._puts[exchange.local_rank][0] = self._before + self._put
+        self._puts[bucket.exchange.local_rank][0] = self._before + self._put
         self._start_ready()
 
     def _start_ready(self) -> None:

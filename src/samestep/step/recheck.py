@@ -21,17 +21,19 @@ from torch import Tensor
 from torch.nn import Module
 
 from samestep.comm.base import World
-from samestep.data.batch import Batch, Incomplete
+from samestep.data.batch import Incomplete
 from samestep.data.nested import tensors_in
-from samestep.errors import ConfigError, RecheckError
+from samestep.errors import ConfigError, DataError, RecheckError
 from samestep.step.gradients import Gradients
 from samestep.step.hashing import begin_hashes, hashes_of, majority
 from samestep.step.lane_pass import LaneContext, LanePass, StepPlugin
+from samestep.step.lane_results import LaneScalars
 from samestep.step.layout import lanes_of
 from samestep.step.shard import Shard
 from samestep.step.update_check import UpdateCheck
 
 BATCH: Final = "the batch"
+LOSS: Final = "the loss"
 NEEDS_FUNCTION: Final = (
     "recheck_every={} needs run.backward(loss_fn, model, batch): the body of a loop over"
     " batch.lanes cannot be run again for a lane of another worker; pass its loss as a function, or"
@@ -40,8 +42,15 @@ NEEDS_FUNCTION: Final = (
 NOT_DETERMINISTIC: Final = (
     "recheck_every={} needs deterministic=True on GPUs: other kernels give other bits each time"
 )
-# of the bytes of a lane's batch, of the buffers it wrote and of its gradients, by their names
-Hashes = Mapping[str, int]
+OTHER_SAMPLES: Final = (
+    "the samples of lane {} at step {} have other values each time they are loaded, or on other"
+    " workers, so recheck_every cannot compare what is computed from them; a data set must return"
+    " the same values everywhere: look for random numbers that run.on_lane_seed does not seed, for"
+    " files that differ between hosts, and for a collate_fn or loss function that changes samples"
+)
+# of the bytes of a lane's batch, of the buffers it wrote and of its gradients, by their names, and
+# a text of its loss
+Hashes = Mapping[str, int | str | None]
 
 
 class Recheck(StepPlugin):
@@ -160,7 +169,7 @@ class LaneCheck:
     def note(self, lane: int, gradients: Gradients) -> None:
         """Hash the gradients of a lane, if it is the one that is checked."""
         if lane == self.lane:
-            self._first = self._begin_hashes(gradients, self._batch_hash)
+            self._first = self._begin_hashes(gradients, self.lane_pass.scalars, self._batch_hash)
 
     def repeat(self) -> None:
         """Compute the lane again on the worker that checks it, after its own lanes."""
@@ -172,7 +181,10 @@ class LaneCheck:
         return {"first": self._first(), "again": self._again()}
 
     def compare(self, reports: Sequence[Mapping[str, Hashes]]) -> None:
-        """Compare the reports of all workers. Raises `RecheckError` on all of them."""
+        """Compare the reports of all workers. Raises `RecheckError` on all of them.
+
+        Or `DataError` if they have loaded other samples, of which healthy hardware has other bits.
+        """
         first, again = reports[self.owner]["first"], reports[self.checker]["again"]
         if first == again:
             self.recheck.note_passed(self.lane_pass.seed[0])
@@ -182,26 +194,33 @@ class LaneCheck:
             third = self._compute()()
         row = [socket.gethostname(), str(context.devices[0]), third, self._hashes_of_state()]
         rows = context.world.all_gather_json(row, f"computing lane {self.lane} on all workers")
+        hashes = [first[BATCH], again[BATCH], *(third[BATCH] for _, _, third, _ in rows)]
+        if len(set(hashes)) > 1:
+            raise DataError(OTHER_SAMPLES.format(self.lane, self.lane_pass.seed[0]))
         raise Verdict(self, first, again, rows).error(context.world.rank)
 
     def _compute(self) -> Callable[[], Hashes]:
         """Begin to compute the lane on this worker; return a call that returns its hashes."""
         lane_pass, context = self.lane_pass, self.lane_pass.context
-        source, lane, origin = lane_pass.batch, self.lane, lane_pass.batch.origin
+        lane, origin = self.lane, lane_pass.batch.origin
         context.world.status.set_activity(f"loading lane {lane} to compute it again")
         data = copy.deepcopy(self._sent) if origin is None else origin.load(lane)
         batch_hash = _hash_of_batch(data.data if isinstance(data, Incomplete) else data)
-        lanes = range(lane, lane + 1)
-        batch = Batch(source.epoch, lanes, source.counts, iter([data]), source.is_exact, origin)
         with context.buffers.repeating():
-            return self._begin_hashes(lane_pass.repeat(lane, batch), batch_hash)
+            return self._begin_hashes(*lane_pass.compute_again(lane, data), batch_hash)
 
-    def _begin_hashes(self, gradients: Gradients, batch_hash: int) -> Callable[[], Hashes]:
+    def _begin_hashes(
+        self, gradients: Gradients, scalars: LaneScalars, batch_hash: int
+    ) -> Callable[[], Hashes]:
         buffers = self.lane_pass.context.buffers.left_by(self.lane)
         present = {n: gradient for n, gradient in enumerate(gradients) if gradient is not None}
         names = [*buffers, *map(str, present)]  # a gradient has the number of its parameter
         hashes = begin_hashes([*buffers.values(), *present.values()])
-        return lambda: {BATCH: batch_hash, **dict(zip(names, hashes(), strict=True))}
+        return lambda: {
+            BATCH: batch_hash,
+            LOSS: scalars.loss_of(self.lane),
+            **dict(zip(names, hashes(), strict=True)),
+        }
 
     def _hashes_of_state(self) -> Hashes:
         """Return hashes of all parameters and buffers, which are equal on all workers."""

@@ -170,6 +170,31 @@ class Shard:
             check, self._check = self._check, None
             check()
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is equal on all workers: the options of the parameter groups."""
+        groups = self.optimizer.param_groups
+        options = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return {"param_groups": options}
+
+    def counters_of_cut(self) -> dict[str, Any]:
+        """Return the numbers in the state of parameters of which other workers have a part."""
+        ends = [
+            (buffer, segment, fragment)
+            for buffer in self.flat_buffers
+            for segment in (buffer.segments[:1] + buffer.segments[-1:])
+            for fragment in (segment.fragments[0], segment.fragments[-1])
+        ]
+        counters = {
+            self._index(buffer, fragment): {
+                name: value.tolist() if isinstance(value, Tensor) else value
+                for name, value in self.optimizer.state.get(segment.parameter, {}).items()
+                if not is_elementwise(name, value)
+            }
+            for buffer, segment, fragment in ends
+            if fragment.stop - fragment.start < buffer.parameter_of(fragment).numel()
+        }
+        return {"state": counters}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded `state_dict`, with this worker's parts as `TensorSlice` leaves."""
         state: dict[int, dict[str, Any]] = {}

@@ -2,7 +2,8 @@
 
 In a step that is due, all other workers repeat the update of a part of a worker's slice, from their
 own parameters and the owner's gradient and state, and hashes of the results are compared. No other
-worker has the state, so each compares its own with what its last update has left.
+worker has the state, so each compares its own with what its last update has left. Options such as
+the learning rate are compared first: with other ones, healthy hardware has other results.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.base import World
-from samestep.errors import OptimizerError, RecheckError
+from samestep.data.nested import tensors_in
+from samestep.errors import DivergenceError, OptimizerError, RecheckError
 from samestep.step.flat_buffer import Segment, is_elementwise, state_of
-from samestep.step.hashing import bytes_of, hashes_of, majority
+from samestep.step.hashing import (
+    bytes_of,
+    described,
+    differing_texts,
+    hashes_of,
+    majority,
+    texts_of,
+)
 from samestep.step.shard import Shard
 from samestep.torch_internals import (
     is_called_by_compiled_code,
@@ -60,11 +69,12 @@ class Left(NamedTuple):
 class Row(NamedTuple):
     """What a worker reports of a check: `changed` has the keys of state that nothing has written.
 
-    `hashes` are empty if no update was repeated.
+    `options` are the texts of those of all groups. `hashes` are empty if no update was repeated.
     """
 
     host: str
     device: str
+    options: dict[str, str]
     hashes: Hashes
     changed: list[str]
 
@@ -80,6 +90,7 @@ class UpdateCheck:
         self._left: list[Left] = []
         self._changed: list[str] = []  # keys of state that nothing has written since
         self._part: Part | None = None  # that this worker updates and others repeat
+        self._options: dict[str, str] = {}  # of this worker's optimizer, before the update
         self._hashes: Hashes = {}  # of the part after the update
 
     def begin(self, step: int, every: int) -> None:
@@ -114,6 +125,9 @@ class UpdateCheck:
             )
         turn, owner = divmod(self._number, self._world.size)
         self._changed, self._part, self._hashes = self._changes(), None, {}
+        options = self._shard.shared_state()
+        tensors = {path: str(tensor.tolist()) for path, tensor in tensors_in(options, "/")}
+        self._options = texts_of(options) | tensors
         # a closure, or a hook that was added since the step began, may still change the gradient
         *_, last = step_pre_hooks(self._shard.optimizer)
         is_final = len(args) == 1 and not kwargs and last == self._before_update
@@ -132,7 +146,7 @@ class UpdateCheck:
             if self._part is not None:
                 self._hashes, self._part = self._hash_part(self._part), None
             device = str(self._shard.flat_buffers[0].own.device)
-            row = Row(socket.gethostname(), device, self._hashes, self._changed)
+            row = Row(socket.gethostname(), device, self._options, self._hashes, self._changed)
             rows = self._world.all_gather_json(row, "comparing an update")
             self._compare([Row(*values) for values in rows])
         self._left = [*self._state()] if is_next_due else []
@@ -242,7 +256,12 @@ class UpdateCheck:
         return dict(zip(entries, hashes_of([*entries.values()]), strict=True))
 
     def _compare(self, rows: Sequence[Row]) -> None:
-        """Compare what all workers report, by rank. Raises `RecheckError` on all of them."""
+        """Compare what all workers report, by rank.
+
+        Raises `DivergenceError` if they had other options, and `RecheckError` on all of them.
+        """
+        if differing := differing_texts([row.options for row in rows]):
+            raise self._divergence(differing[0], rows)
         changed = [rank for rank, row in enumerate(rows) if row.changed]
         # code that writes the state of all workers in a way that leaves its version is no fault
         if changed and 2 * len(changed) <= len(rows):
@@ -254,6 +273,19 @@ class UpdateCheck:
             expected = majority(computed)
             ranks = [rank for rank, hashes in enumerate(computed) if hashes != expected]
             raise self._error(rows, ranks, keys, is_certain=expected is not None)
+
+    def _divergence(self, path: str, rows: Sequence[Row]) -> DivergenceError:
+        hosts = [row.host for row in rows]
+        what = described(path, [row.options for row in rows], hosts)
+        return DivergenceError(
+            f"workers differ in {path!r} of the {type(self._shard.optimizer).__name__} that updates"
+            f" {self._name('0 0 ')} at step {self._step}: {what}. This update is in no snapshot:"
+            " resume from one of an earlier step",
+            ranks=tuple(range(len(rows))),
+            hosts=tuple(hosts),
+            step=self._step,
+            tensor=path,
+        )
 
     def _error(
         self,

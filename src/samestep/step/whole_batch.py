@@ -28,7 +28,7 @@ from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
 from samestep.step.lane_graph import differs
 from samestep.step.lane_pass import LanePass, LossFn
-from samestep.step.lane_results import split_loss
+from samestep.step.lane_results import LaneScalars, split_loss
 from samestep.step.overlap import NO_OVERLAP
 from samestep.step.replicas import Replica
 from samestep.torch_internals import has_compiled_graphs, is_compiled
@@ -80,24 +80,25 @@ class WholeBatchPass(LanePass):
             self._is_second = True
             return (yield from super().run())
 
-    def repeat(self, lane: int, batch: Batch) -> Gradients:
-        """Return the gradients of a lane, given those of its embeddings: the loss is not repeated.
+    def repeat(self, lane: int, batch: Batch) -> tuple[Gradients, LaneScalars]:
+        """Return what a lane gives, given the gradients of its embeddings, but not a new loss.
 
         Loss functions may keep what they have seen.
         """
         repeated = replace(self, batch=batch, overlap=NO_OVERLAP)
-        repeated.begin_second(lane, self._embeddings, self._kept)
-        return repeated.compute(lane)
+        repeated.begin_second(lane, self._embeddings, self._kept, self._loss_scalars)
+        return repeated.compute(lane), repeated.scalars
 
     def begin_second(
         self,
         lane: int,
         embeddings: dict[int, list[Tensor]],
         kept: tuple[dict[int, list[Tensor | None]], Tensor | None],
+        loss_scalars: dict[str, Tensor],
     ) -> None:
         """Continue with the second pass of a lane, from the first pass of all workers."""
         self.watched, self._is_second, self._embeddings = lane, True, embeddings
-        self._weights, self._loss = dict(kept[0]), kept[1]
+        self._weights, self._loss, self._loss_scalars = dict(kept[0]), kept[1], loss_scalars
 
     def scale(self, results: object) -> float:
         """Return 1: the loss is that of all items already."""
@@ -137,9 +138,9 @@ class WholeBatchPass(LanePass):
             with context.user_code():
                 form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
             if self._is_second:
-                context.buffers.end_forward(lane, replica.number, self._scalars.copy)
+                context.buffers.end_forward(lane, replica.number, self.scalars.copy)
                 gradients = self._continue(lane, embeddings, replica)
-                self._scalars.add(lane, count, self._loss_scalars)
+                self.scalars.add(lane, count, self._loss_scalars)
             else:  # the graph is built and dropped: without it, torch may choose other kernels
                 self._form = form
                 self._embeddings[lane] = [
@@ -155,7 +156,7 @@ class WholeBatchPass(LanePass):
         # kernels of GPUs may differ in the last bits unless the run is deterministic
         if self.context.config.deterministic or replica.device.type == "cpu":
             for embedding, first in zip(embeddings, self._embeddings[lane], strict=True):
-                (flag,) = self._scalars.copy([differs(embedding.detach(), first.detach())])
+                (flag,) = self.scalars.copy([differs(embedding.detach(), first.detach())])
                 self._differences.append((lane, flag))
         roots: list[Tensor] = []  # [lane_items, ...] each, and the loss
         weights: list[Tensor | None] = []
@@ -233,9 +234,7 @@ class WholeBatchPass(LanePass):
                     " compute the loss in parts with activation checkpointing"
                 ) from error
         scalars = {"loss": loss.detach(), **metrics}
-        self._loss_scalars = dict(
-            zip(scalars, self._scalars.copy([*scalars.values()]), strict=True)
-        )
+        self._loss_scalars = dict(zip(scalars, self.scalars.copy([*scalars.values()]), strict=True))
         self._loss = loss if has_lane_0 else None
         self._note_weights(gathered, dict(zip(map(id, inputs), input_gradients, strict=True)))
         yield None
