@@ -246,7 +246,7 @@ def compared(flipped):
         torch.manual_seed(0)
         model = run.replicate(Net())
         run.track(model=model)
-        check = run._progress._divergence
+        check = run._session.divergence
         check.expire()
         with counted() as waits:
             check.compare(1)
