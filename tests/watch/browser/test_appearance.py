@@ -15,7 +15,7 @@ from samestep.watch import plot
 from samestep.watch.report import make_report
 from tests.watch.browser.pages import OWN_SCRIPTS
 from tests.watch.browser.runs import append, losses, paint, shown_color
-from tests.watch.writing import loop, scalars, started, system, timing, write
+from tests.watch.writing import loop, scalars, snapshot, started, system, timing, write
 
 TABS = ("curves", "images", "time", "workers", "logs", "system", "events", "settings", "table")
 
@@ -411,7 +411,8 @@ def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp
         # silent if this test had to wait for long
         assert page.run(f"{ANSWERS}[1]").endswith(("no values yet", "silent at step 0"))
         page.wait_for(["no step yet"] * 2, PACES)
-    step = scalars(0, accuracy=0.5), timing(0, *[(0.0, 2.0, 0.0, 0.0, 0.0)] * 2)
+    seconds = [(0.0, 2.0, 0.0, 0.0, 0.0)] * 2
+    step = scalars(0, accuracy=0.5), timing(0, *seconds), snapshot(1, 0.5)
     finished = {"event": "finished", "step": 1}
     again = started(1, kind="resumed")  # only evaluates
     append(run, started(), loop(0, steps=1), *step, finished, again, finished)
@@ -434,13 +435,13 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
 
     def read_page():
         page.points("loss", len(values))
-        page.until("return document.querySelector('.answer').innerText.includes('@3')")
+        page.until("return document.querySelector('.answer').innerText.includes('@2')")
         places = "[data-figure=step] dd", "[data-scalar=loss] .readout", "[data-scalar=loss] .best"
         return (*map(page.text, places), page.run(ANSWERS)[0])
 
     page.open(run.name)
     on_page = read_page()
-    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@3")
+    assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@2")
     open_report(page, run, tmp_path)
     assert read_page() == on_page
     figures = []
