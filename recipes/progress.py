@@ -1,14 +1,11 @@
-"""Progress of training: a bar on a terminal, lines elsewhere; printed by rank 0 only."""
+"""Progress of training as lines, printed by rank 0, unless a terminal shows the run's own line."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping
-from shutil import get_terminal_size
 from typing import Any
-
-from tqdm import tqdm
 
 import samestep as ss
 
@@ -30,55 +27,38 @@ class Progress:
         self.epoch = EpochMeans() if epoch_means else None
         if self.epoch is not None:
             run.track(epoch_means=self.epoch)
-        options = {"total": loop.steps, "initial": loop.step, "unit": "step"}
-        self.bar = None
-        if run.has_terminal:
-            options["dynamic_ncols"] = sys.stderr.isatty()
-            if not sys.stderr.isatty():  # samestep run also writes each state of the bar to a log
-                options |= {"ncols": get_terminal_size().columns - 1, "mininterval": 1.0}
-            self.bar = tqdm(**options)
+        # samestep shows it, except on a terminal on which workers of other launchers print
+        has_line = run.has_terminal and run.config.progress
+        self.prints = run.is_main and not (
+            has_line and (run.world_size == 1 or not sys.stderr.isatty())
+        )
         self._restart()
 
     def update(self, means: Mapping[str, float], items: float) -> None:
-        """Count the current step; every few seconds, show the means of its items."""
+        """Count the current step; every few seconds, print the means of its items."""
         self.items += items
         step, steps, per_epoch = self.loop.step, self.loop.steps, self.loop.steps_per_epoch
-        if self.bar is not None:
-            self.bar.update()
         seconds = time.perf_counter() - self.since
-        if self.run.is_main and (seconds >= SECONDS_PER_LINE or step == steps):
-            text = f"{_formatted(means)}  {self.items / seconds:,.0f} {self.unit}/s"
-            if self.bar is not None:
-                self.bar.set_postfix_str(text)
-            else:
-                epoch = "" if per_epoch is None else f"epoch {step / per_epoch:.1f}  "
-                print(f"{epoch}step {step}/{steps}  {text}", flush=True)
+        if self.prints and (seconds >= SECONDS_PER_LINE or step == steps):
+            epoch = "" if per_epoch is None else f"epoch {step / per_epoch:.1f}  "
+            speed = f"{self.items / seconds:,.0f} {self.unit}/s"
+            print(f"{epoch}step {step}/{steps}  {_formatted(means)}  {speed}", flush=True)
             self._restart()
         if self.epoch is not None:
             self.epoch.add(means, items)
             if step % per_epoch == 0:
-                epoch_means = self.epoch.take()
-                self.run.log(train=epoch_means)
-                self._print(f"epoch {step // per_epoch}, training means: {_formatted(epoch_means)}")
+                means = self.epoch.take()
+                self.run.log(train=means)
+                self.run.print(f"epoch {step // per_epoch}, training means: {_formatted(means)}")
 
     def is_due(self, every: int) -> bool:
         """Return whether the current step is the last one, or a multiple of `every`."""
         return self.loop.step % every == 0 or self.loop.step == self.loop.steps
 
     def print(self, text: str) -> None:
-        """Print a line above the bar, and exclude the time before it from items per second."""
-        self._print(text)
-        self._restart()
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        if self.bar is not None:
-            self.bar.close()
-
-    def _print(self, text: str) -> None:
-        if self.bar is not None and sys.stderr.isatty():  # else the launcher starts a new line
-            self.bar.clear()
+        """Print a line, and exclude the time before it from items per second."""
         self.run.print(text)
+        self._restart()
 
     def _restart(self) -> None:
         self.since, self.items = time.perf_counter(), 0.0

@@ -85,7 +85,6 @@ def train(run: ss.Run, settings: Settings, networks: dict[str, nn.Module]) -> di
             run.log(**scores)
             run.snapshot(score=scores["return"])
             progress.print(f"update {loop.step}: {shown(scores)}")
-    progress.close()
     return scores or evaluate(run, settings, online)  # a finished run has no steps left
 
 

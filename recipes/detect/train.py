@@ -100,7 +100,6 @@ def train(run: ss.Run, settings: Settings, model: Detector, images: Split) -> di
             run.log(**scores)
             run.snapshot(score=best_by(scores))
             progress.print(f"step {loop.step}: {shown(scores)}")
-    progress.close()
     if scores is None:  # a finished run has no steps left
         scores = evaluate(run, settings, model, images, run.dir)
     return scores

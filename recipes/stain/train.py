@@ -102,7 +102,6 @@ def train(run: ss.Run, settings: Settings, networks: Networks, strips: Split) ->
             end_evaluation(schedulers.values(), scores["l1"])
             run.snapshot(score=-scores["l1"])
             progress.print(f"epoch {loop.step // loop.steps_per_epoch}: {shown(scores)}")
-    progress.close()
     # a finished run has no steps left
     return scores or evaluate(run, settings, networks.generators, strips.val)
 

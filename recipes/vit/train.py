@@ -103,7 +103,6 @@ def train(
             log_mistakes(run, settings, model, images)
             run.snapshot(score=scores["model_top1"])
             progress.print(f"epoch {loop.step // loop.steps_per_epoch}: {training.shown(scores)}")
-    progress.close()
     return scores or evaluate(run, settings, models, images)  # a finished run has no steps left
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from recipes.progress import Progress
 
 
-def show(step, capsys, *, steps_per_epoch=None, is_main=True):
+def show(step, capsys, *, steps_per_epoch=None, is_main=True, terminal=False, progress=True):
     """Return the output of one of 6 steps."""
     loop = SimpleNamespace(step=step, steps=6, steps_per_epoch=steps_per_epoch)
-    run = SimpleNamespace(is_main=is_main, has_terminal=False)
+    config = SimpleNamespace(progress=progress)
+    run = SimpleNamespace(is_main=is_main, has_terminal=terminal, world_size=2, config=config)
     Progress(run, loop, "games").update({"loss": 0.5}, items=3)
     return capsys.readouterr().out
 
@@ -29,6 +31,22 @@ def test_the_last_step_prints_a_line_with_the_epoch_if_there_are_epochs(
 
 def test_other_workers_and_the_steps_between_print_nothing(capsys):
     assert show(6, capsys, is_main=False) == show(2, capsys) == ""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress", "is_own", "prints"),
+    [
+        (True, True, False, False),
+        (True, False, False, True),
+        (False, True, False, True),
+        (True, True, True, True),  # of another launcher, for which the run shows nothing
+    ],
+)
+def test_a_terminal_with_the_run_s_own_line_shows_no_other(
+    terminal, progress, is_own, prints, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_own)
+    assert bool(show(6, capsys, terminal=terminal, progress=progress)) is prints
 
 
 def test_the_means_of_an_epoch_weigh_items_and_survive_a_resume(capsys):

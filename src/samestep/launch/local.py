@@ -44,6 +44,7 @@ from samestep.host import (
 )
 from samestep.launch.attempt import UsageExit
 from samestep.launch.cluster_spec import ClusterSpec, add_node_arguments, cluster_spec
+from samestep.launch.missing import advice_on
 from samestep.launch.screen import terminal_variables
 from samestep.terminal import starting
 from samestep.user_code import imported_modules
@@ -252,6 +253,10 @@ def _run_as_main(script: str, arguments: Sequence[str], *, as_module: bool) -> N
             own = _flags_of_parsers(error.__traceback__)
             options = (text for text in late.values() if re.split("[ =]", text)[0] not in own)
             raise UsageExit(error.code, words.describe(options)) from error
+        raise
+    except ModuleNotFoundError as error:
+        if advice := advice_on(error, script, as_module=as_module):
+            raise ConfigError(f"{error}: {advice}") from error
         raise
     finally:
         _warn_if_alone(script)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from samestep.errors import ConfigError
+from samestep.launch.missing import RECIPES, recipes_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,22 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Copy the recipes, print how to start the first one, and return the exit status."""
-    copy = arguments.directory / "recipes"
+    copy = arguments.directory / RECIPES
     if copy.exists():
         raise ConfigError(f"{copy} exists already; expected a directory without `recipes`")
-    package = Path(__file__).parents[1]
-    recipes = package / "recipes"  # in a wheel
-    if not recipes.is_dir():
-        recipes = package.parents[1] / "recipes"  # in a clone
+    recipes, _ = recipes_folder()
     try:
         shutil.copytree(recipes, copy, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
         raise ConfigError(f"{copy} cannot be written: {error}") from error
     first = copy / "circle.py"
+    where = "" if arguments.directory == Path() else f" in {arguments.directory}"
     print(
         f"wrote {copy}/; its first script trains for some seconds:\n"
         f"  samestep run -n 2 {first}\n"
         f"  samestep verify -n 1,2 --kill {first}\n"
-        "  samestep report runs/points"
+        "  samestep report runs/points\n"
+        f"others need an extra, such as samestep[vit], and are started as modules{where}:\n"
+        "  samestep run -n 2 -m recipes.vit.train recipes/vit/digits.yaml"
     )
     return 0

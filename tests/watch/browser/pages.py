@@ -25,7 +25,7 @@ from selenium.webdriver.common.keys import Keys
 CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
 TIMEOUT_SECONDS = 120.0
-MOST_TABS = 80  # presses of the Tab key until an element is reached
+MOST_TABS = 160  # presses of the Tab key until an element is reached
 OWN_SCRIPTS = 2  # elements of index.html
 FLAGS = (
     "--headless=new",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from matplotlib.figure import Figure
 from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -445,7 +446,7 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
     open_report(page, run, tmp_path)
     assert read_page() == on_page
     figures = []
-    monkeypatch.setattr(plot, "_save", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     parser = argparse.ArgumentParser()
     plot.add_arguments(parser)
     plot.main(parser.parse_args([str(run), "--out", "loss.svg"]))

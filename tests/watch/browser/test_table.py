@@ -27,13 +27,13 @@ def wait_for_rows(page, *runs):
 
 def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
     for folder, rate in ((run, 0.1), (place / next(names), 0.2)):
-        settings = {"lr": rate, "study": "columns"}
+        settings = {"warmup": rate, "study": "columns"}
         values = {"loss": 1.0, "accuracy": 0.5, "speed": 3.0}
         start = {**started(), "settings": settings}
         append(folder, start, scalars(0, **values), snapshot(1, values["accuracy"]))
     page.open(run.name, tab="table", filter="study=columns")
     scores = ["accuracy", "best accuracy", "loss"]
-    page.wait_for([*scores, "best loss", "lr"], COLUMNS)
+    page.wait_for([*scores, "best loss", "warmup"], COLUMNS)
     page.element(".columns summary").click()
     for name in ("best loss", "speed"):
         page.run(
@@ -41,9 +41,9 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
             ".find((one) => one.textContent === arguments[0]).click()",
             name,
         )
-    chosen = [*scores, "lr", "speed"]
+    chosen = [*scores, "warmup", "speed"]
     page.wait_for(chosen, COLUMNS)
-    page.until("return location.hash.includes('columns=lr&columns=speed')")
+    page.until("return location.hash.includes('columns=warmup&columns=speed')")
     page.driver.refresh()
     page.wait_for(chosen, COLUMNS)
 
