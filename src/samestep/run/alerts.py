@@ -110,7 +110,8 @@ class LossAlerts:
         loss that `is_shared` by all lanes is that of the whole batch, so it blames no lane.
         """
         step, number = call
-        if not results or self._config.skips(step):
+        config = self._config
+        if not results or (config.skip_batches and config.skips(step)):
             return ""
         losses: list[float] = [lane.metrics["loss"] for lane in results]
         if are_sums:

@@ -221,7 +221,9 @@ class Session:
         line = None
         if config.progress:
             line = open_line(self._process, config.stop_after, self._exits.callback)
-        plugins: list[RunPlugin] = [self.divergence, *([] if line is None else [line])]
+        plugins: list[RunPlugin] = [] if line is None else [line]
+        if world.size > 1:
+            plugins.insert(0, self.divergence)
         if is_observed():
             plugins.append(
                 StepObserver(
@@ -241,7 +243,7 @@ class Session:
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),
             resumed=resumed,
-            check_directory=lock.check if lock else lambda: None,
+            lock=lock,
             on_end=self._samplers.close,
         )
 

@@ -14,7 +14,7 @@ from samestep.run.plugin import EndedStep, RunPlugin
 from samestep.run.progress_line import ProgressLine
 from samestep.snapshot.manager import SnapshotManager
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.scaling import learning_rate, on_host
+from samestep.step.scaling import on_host
 
 
 class StepTimes(RunPlugin):
@@ -46,7 +46,7 @@ class StepTimes(RunPlugin):
         def start(*_: Any) -> None:
             nonlocal started, begun
             started, begun = time.perf_counter(), clock.mark()
-            rate = learning_rate(optimizer)
+            rate = _learning_rate(optimizer)
             if rate is not None and rate != self._rates.get(name):
                 self._rates[name] = rate
                 self._updates.setdefault("rates", {})[name] = rate
@@ -111,3 +111,17 @@ class StepTimes(RunPlugin):
             updates["norms"] = [[float(norm), limit] for norm, limit in updates["norms"]]
         self._record.timing(step - 1, notes, updates)
         self._seconds, self._gpu_seconds = {}, dict
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the largest learning rate of an optimizer's groups, None if a GPU has one of them."""
+    largest = None
+    for group in optimizer.param_groups:
+        rate: Any = group.get("lr")
+        if type(rate) is not float:  # in every step: a test of the type Tensor takes longer
+            if rate is None or (isinstance(rate, torch.Tensor) and not rate.is_cpu):
+                return None
+            rate = float(rate)
+        if largest is None or rate > largest:
+            largest = rate
+    return largest

@@ -60,7 +60,8 @@ class GradientCheck:
 
     def is_due(self, step: int) -> bool:
         """Return whether the gradient of a step must be finite."""
-        if self._config.nonfinite_loss == "continue" or self._config.skips(step):
+        config = self._config
+        if config.nonfinite_loss == "continue" or (config.skip_batches and config.skips(step)):
             return False
         return not any(scaler.is_enabled() for scaler in self.scalers)
 

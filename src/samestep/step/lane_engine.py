@@ -21,7 +21,14 @@ from samestep.errors import NonFiniteLossError
 from samestep.step.buffer_rules import Rule
 from samestep.step.finite import ADVICE, Found, GradientCheck, Nonfinite, has_nonfinite
 from samestep.step.flat_buffer import FlatBuffer
-from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
+from samestep.step.gradients import (
+    Gradients,
+    Parameters,
+    have_none,
+    parameters_of,
+    scaled_together,
+    stash_gradients,
+)
 from samestep.step.graphed_pass import GraphedPass
 from samestep.step.guards import (
     ModelGuard,
@@ -40,7 +47,6 @@ from samestep.step.lane_pass import (
     StepResult,
 )
 from samestep.step.overlap import Overlap, Overlaps, flat_buffers_of
-from samestep.step.scaling import scaled_together
 from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
 
@@ -310,7 +316,7 @@ class LaneEngine(LaneContext):
         """
         config, step, is_shared = self.config, lane_pass.seed[0], self.shares(lane_pass.loss)
         # a batch that the user leaves out may have any loss
-        if config.skips(step):
+        if config.skip_batches and config.skips(step):
             return f"step {step} is in skip_batches={config.skip_batches}", None
         if config.nonfinite_loss == "continue":
             return None, None
@@ -389,6 +395,8 @@ class LaneEngine(LaneContext):
 
     def _end_buffers(self, reports: Sequence[Any], result: StepResult) -> None:
         """Agree on the buffers that any lane wrote, or return to those before a skipped batch."""
+        if not self.buffers.homes:
+            return
         written = sorted({number for report in reports for number in report["buffers"]})
         self.buffers.learn(number for report in reports for number in report["late"])
         if result.skipped is not None:
