@@ -18,6 +18,14 @@ class Position:
     done: int = 0
     plan: dict[str, Any] = field(default_factory=dict)
 
+    def advance(self, steps_per_epoch: int | None) -> int:
+        """Count one step (streams have no epochs: None) and return the epoch of the next one."""
+        self.done += 1
+        self.step += 1
+        if self.step == steps_per_epoch:
+            self.epoch, self.step = self.epoch + 1, 0
+        return self.epoch
+
 
 class LoopStates:
     """The state of all loops, by name; they take it from here when the script creates them."""

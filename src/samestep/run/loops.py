@@ -115,7 +115,7 @@ class Loop:
         self._progress.end_loop(self._name)
 
     def _complete(self) -> int:
-        return _advance(self._position, self.steps_per_epoch)
+        return self._position.advance(self.steps_per_epoch)
 
 
 class PlannedLoop(Loop):
@@ -233,7 +233,7 @@ class PlannedLoop(Loop):
         at, left = Position(**asdict(self._position)), len(self)
         for _ in range(left):
             yield at.epoch, at.step
-            _advance(at, self.steps_per_epoch)
+            at.advance(self.steps_per_epoch)
 
     def _complete(self) -> int:
         at = self._position
@@ -306,12 +306,3 @@ class StreamLoop(Loop):
         self._progress.complete_left_step()
         left = 0 if self._progress.finished else steps_left(self.steps, self._position.done)
         return self._run(stream_batches(self._streams, self._lanes, left))
-
-
-def _advance(at: Position, steps_per_epoch: int | None) -> int:
-    """Count one step (streams have no epochs: None) and return the epoch of the next one."""
-    at.done += 1
-    at.step += 1
-    if at.step == steps_per_epoch:
-        at.epoch, at.step = at.epoch + 1, 0
-    return at.epoch

@@ -310,6 +310,10 @@ class StopRequest:
                 # code computes, the request stays pending.
                 self._previous[number] = signal.signal(number, self._handle)
 
+    def defer(self, *, active: bool) -> None:
+        """Defer signals from now on, or no longer."""
+        self.deferring = active
+
     def exit(self, number: int) -> NoReturn:
         """Raise KeyboardInterrupt for Ctrl-C, or SystemExit with status 128 + `number`."""
         if number == signal.SIGINT:

@@ -15,11 +15,11 @@ from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, SnapshotError
 from samestep.metrics import Means
+from samestep.plugin import EndedStep, RunPlugin, RunPlugins
 from samestep.record.files import DirectoryLock
 from samestep.record.record import Record
 from samestep.run.alerts import LossAlerts, SkippedSteps
 from samestep.run.loop_states import LoopStates
-from samestep.run.plugin import EndedStep, RunPlugin, RunPlugins
 from samestep.run.process import StopRequest, announce
 from samestep.run.step_times import StepTimes
 from samestep.snapshot.manager import SnapshotManager
@@ -162,7 +162,8 @@ class Progress:
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
         # Without snapshots, waiting for the end of the step would save nothing.
-        self._stop.deferring = self._snapshots.is_enabled
+        if self._stop.deferring is not self._snapshots.is_enabled:
+            self._stop.defer(active=self._snapshots.is_enabled)
         set_generators(key(self._config.seed, "body", self.step))
 
     def leave_step(self) -> None:
@@ -217,7 +218,7 @@ class Progress:
             self._take_snapshot()
         if decision.signal:
             self._stop_run(decision.signal)
-        self._stop.deferring = False  # no step runs: a signal acts at once
+        self._stop.defer(active=False)  # no step runs: a signal acts at once
         set_generators(key(self._config.seed, f"after {name}", self.loops.positions[name].done))
 
     def complete_left_step(self) -> None:
@@ -225,7 +226,7 @@ class Progress:
         if self._current is not None and self._current.left and self._current.updates:
             self._current.batch.load()  # as in a step that ends normally
             self.end_step()
-            self._stop.deferring = False
+            self._stop.defer(active=False)
 
     def snapshot(self, score: float | None, *, now: bool) -> None:
         """Take a snapshot now, or without `now` at the end of the current step."""
@@ -274,7 +275,7 @@ class Progress:
         self._plugins.expire()
         self.complete_left_step()
         self._has_ended = True
-        self._stop.deferring = True  # a signal now waits for the last snapshot
+        self._stop.defer(active=True)  # a signal now waits for the last snapshot
         self._take_snapshot()
         self._finish("finished")
         self._snapshots.in_memory.report_finish()

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from samestep.plugin import EndedStep
+from samestep.plugins.progress_line import ProgressLine
 from samestep.run import progress_line
-from samestep.run.plugin import EndedStep
-from samestep.run.progress_line import ProgressLine
 from tests.terminal import shown, started
 
 # It trains until the test creates files: `print` to print, `stop` to end the loop.
