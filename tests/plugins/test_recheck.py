@@ -14,8 +14,8 @@ import samestep as ss
 from samestep.config import Config
 from samestep.errors import ConfigError, RecheckError
 from samestep.guards import plugins_of
+from samestep.plugins import recheck
 from samestep.plugins.recheck import LaneCheck, Recheck
-from samestep.step import recheck
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.layout import lanes_of
 from tests.jobs import Net, classify, fit, images

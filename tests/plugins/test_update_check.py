@@ -13,8 +13,9 @@ import samestep as ss
 from samestep.config import Config
 from samestep.errors import DivergenceError, OptimizerError, RecheckError
 from samestep.guards import plugins_of
+from samestep.plugins import update_check
 from samestep.plugins.update_check import UpdateCheck
-from samestep.step import shard, update_check
+from samestep.step import shard
 from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.shard import ELEMENTWISE, Shard

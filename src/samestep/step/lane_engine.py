@@ -19,7 +19,7 @@ from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
 from samestep.errors import NonFiniteLossError
 from samestep.step.buffer_rules import Rule
-from samestep.step.finite import ADVICE, Found, GradientCheck, Nonfinite, has_nonfinite
+from samestep.step.finite import ADVICE, GradientCheck, GradientSize, Nonfinite, has_nonfinite
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import (
     Gradients,
@@ -341,17 +341,17 @@ class LaneEngine(LaneContext):
         lanes = [lane for lane, *_ in results]
 
         def narrow() -> list[int]:
-            found = list[int]()
+            nonfinite = list[int]()
             if loss.fn is None or self.shares(loss):  # not to be computed again, or of all lanes
-                return found
+                return nonfinite
             with self.manual.lanes(), suppress(Exception):  # that of the gradient matters more
                 for lane in lanes:
                     with self.buffers.repeating():
                         gradients, _ = lane_pass.compute_again(lane)
-                    found += [lane] * bool(has_nonfinite(gradients))
-            return found
+                    nonfinite += [lane] * bool(has_nonfinite(gradients))
+            return nonfinite
 
-        return self.gradients.report(Found(lane_pass.seed[0], lanes, size), narrow)
+        return self.gradients.report(GradientSize(lane_pass.seed[0], lanes, size), narrow)
 
     def shares(self, loss: LossSpec) -> bool:
         """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
