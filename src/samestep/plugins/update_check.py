@@ -125,7 +125,8 @@ class UpdateCheck:
         options = {name: value for name, value in group.items() if name != "params"}
         state = state_of(elements, optimizer.state.get(parameter, {}))
         state = {name: copied(value) for name, value in state.items()}
-        return number, place, options, parameter.grad[elements].clone(), state
+        gradient = parameter.grad[elements].clone()  # type: ignore[index]  # `_parts` have one
+        return number, place, options, gradient, state
 
     def _repeat(
         self, number: int, place: int, options: Any, gradient: Tensor, state: dict[str, Any]
