@@ -46,7 +46,7 @@ def test_step_waits_once_for_a_device(lanes, gpus):
     assert gpus.call(waits_of, lanes, count=items) == (["event on cuda:0"], [])
 
 
-@pytest.mark.parametrize("steps", [6, 7])  # of which the last one compares a lane, or does not
+@pytest.mark.parametrize("steps", [6, 7])  # of which the last one does not compare a lane, or does
 def test_step_with_graphs_waits_once(steps, gpus):
     waits = gpus.call(waits_of, 2, graphs="on", steps=steps)
     assert waits == (["event on cuda:0"], [])
