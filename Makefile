@@ -40,7 +40,7 @@ test-core: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal $(CORE)
 
 test-long: $(VENV)/ready-dev
-	$(BIN)/pytest --numprocesses 4 --dist worksteal -m long
+	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile long -m 'long or hypothesis'
 
 # The default build on Linux, which constraints of pip and local folders may replace by another one.
 test-cuda-build:

@@ -69,6 +69,7 @@ def trained(graphs, loss_fn=classify, *, before=None, steps=STEPS, lanes=2, batc
     return fingerprint(moved([model.state_dict(), losses])), len(replays)
 
 
+@pytest.mark.long
 def test_graphs_have_the_bits_of_eager_lanes_with_float16(gpus):
     options = {"fused": True, "shards": False, "steps": STEPS}
     with_graphs = gpus.call(test_float16.trained, {"graphs": "on"}, **options)
@@ -294,7 +295,13 @@ FALLBACKS = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "options", "line"), FALLBACKS)
+@pytest.mark.parametrize(
+    ("reason", "options", "line"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[0] in {"capture", "compiled", "bits"}))
+        for case in FALLBACKS
+    ],
+)
 def test_lane_that_a_graph_would_not_repeat_is_eager(reason, options, line, gpus):
     result, replays = gpus.call(trained, "auto", **options)
     assert gpus.printed.count("lanes are computed eagerly, not as CUDA graphs") == 1
@@ -469,7 +476,13 @@ NOTED = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "job", "arguments", "options", "line"), NOTED)
+@pytest.mark.parametrize(
+    ("reason", "job", "arguments", "options", "line"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[0] in {"batches", "graphs", "memory"}))
+        for case in NOTED
+    ],
+)
 def test_lanes_that_are_always_eager_are_said_once(reason, job, arguments, options, line, gpus):
     assert reason in NOTES
     result = gpus.call(job, *arguments, **options)
@@ -486,6 +499,7 @@ def test_each_note_is_tested():
     assert {reason for reason, *_ in NOTED} == NOTES.keys()
 
 
+@pytest.mark.long
 def test_eager_lane_gets_the_memory_of_graphs(gpus):
     result, replays, fails_in = gpus.call(without_memory, "eager lane")
     assert "too small for graphs and an eager lane" in gpus.printed
@@ -494,6 +508,7 @@ def test_eager_lane_gets_the_memory_of_graphs(gpus):
     assert result == gpus.call(trained, "off")[0]
 
 
+@pytest.mark.long
 def test_last_lane_of_several_workers_gets_the_memory_of_graphs(gpus):
     expected = gpus.call(trained, "off")[0]
     for result in gpus.workers(2, without_memory, "graph", **{VISIBLE: "0,1"}):
@@ -518,6 +533,7 @@ def without_memory_between_buckets():
     return *trained("auto"), settings.begun
 
 
+@pytest.mark.long
 def test_pass_that_fails_while_it_is_captured_leaves_nothing_for_the_next_lane(gpus):
     expected = gpus.call(trained, "off")[0]
     for result in gpus.workers(2, without_memory_between_buckets, **{VISIBLE: "0,1"}):
@@ -609,6 +625,7 @@ def of_at_once(model, batch):
     return nn.functional.cross_entropy(logits, batch[1])
 
 
+@pytest.mark.long
 def test_graphs_may_be_empty(gpus):
     for losses, numbers in gpus.workers(2, without_kernels_between_gradients, **{VISIBLE: "0,1"}):
         assert losses[:STEPS] == losses[STEPS:]
@@ -656,8 +673,8 @@ def trained_in_buckets(steps, **options):
     ("lanes", "shards", "loss_fn", "visible"),
     [
         (2, False, classify, "0,1"),
-        (4, True, nesting, "0,1"),
-        pytest.param(2, False, classify, "0", id="one device, no NCCL"),
+        pytest.param(4, True, nesting, "0,1", marks=pytest.mark.long),
+        pytest.param(2, False, classify, "0", id="one device, no NCCL", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_exchanged_between_the_graphs_of_the_last_lane(
@@ -737,6 +754,7 @@ def test_verify_compares_graphs_with_eager_lanes(gpus, tmp_path):
     assert "at step 4, lane 1 has other bits as a CUDA graph than eagerly" in gpus.printed
 
 
+@pytest.mark.long
 def test_verify_says_that_it_is_too_short_for_graphs(gpus, tmp_path):
     script = script_whose_weight_grows(STEPS)
     assert gpus.call(verified, tmp_path, script, "-n", "1", "--steps", "3") == 0

@@ -122,6 +122,7 @@ def test_three_workers_find_the_one_whose_update_is_wrong():
             assert ("no code wrote" in str(error)) == (fault == "state")
 
 
+@pytest.mark.long
 def test_two_workers_are_both_named_unless_one_sees_its_own_memory_change():
     for (update, _), (state, _), _ in run_workers(faults_of, 2, ["update", "state"]):
         assert update.ranks == (0, 1)
@@ -207,6 +208,7 @@ def test_every_optimizer_that_can_be_sharded_is_repeated_with_the_same_bits():
     assert first == second == [True] * 3 * (len(ELEMENTWISE) + 2)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_an_update_of_compiled_code_is_refused():
     hook = partial(UpdateCheck._before_update, None, None, (), {})
