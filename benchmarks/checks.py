@@ -34,8 +34,8 @@ from benchmarks.measure import printed
 from benchmarks.turns import samestep
 from samestep.config import Config
 from samestep.data.agreement import SHARE, DataCheck, digest
+from samestep.plugins.divergence import DivergenceCheck
 from samestep.run.alerts import LossAlerts
-from samestep.run.divergence import DivergenceCheck
 from samestep.step.guards import GradientSeal, ManualGradients, OptimizerGuard
 
 WORKERS: Final = 2

@@ -15,12 +15,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 from unittest.mock import patch
 
 import torch
@@ -57,19 +56,7 @@ class Calls:
         self.number += event == "call"
 
 
-@contextmanager
-def guarded_as(contender: str) -> Iterator[dict[str, Any]]:
-    """Yield the options of a run with these guards."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"dir": f"{folder}/run"} if contender == "guards + record" else {}
-        if contender == "none":
-            with patch.object(session, "plugins_of", lambda _: []):
-                yield options
-        else:
-            yield options
-
-
-def train(contender: str, what: str, steps: int, layers: int) -> dict[str, float]:
+def train(contender: str, what: str, steps: int, layers: int, folder: str) -> dict[str, float]:
     """Return the figures of a short training: "calls" or "time", because counting takes time."""
     torch.set_num_threads(1)
     generator, calls = torch.Generator().manual_seed(0), Calls()
@@ -78,7 +65,11 @@ def train(contender: str, what: str, steps: int, layers: int) -> dict[str, float
         torch.randint(WIDTH, (steps * BATCH,), generator=generator),
     )
     times = [0.0]
-    with guarded_as(contender) as options, ss.init(lanes=2, system_every=None, **options) as run:
+    directory = f"{folder}/run" if contender == "guards + record" else None
+    with (
+        patch.object(session, "plugins_of", lambda _: []) if contender == "none" else nullcontext(),
+        ss.init(lanes=2, system_every=None, dir=directory) as run,
+    ):
         blocks = [block for _ in range(layers) for block in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
         model = run.replicate(nn.Sequential(*blocks))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -110,7 +101,9 @@ def longest_pause(seconds: list[float]) -> float:
 def measure(workers: int, contender: str, what: str, steps: int, layers: int) -> dict[str, float]:
     """Return the figures of a training by several workers, as means over them."""
     job = [f"--job={contender}", f"--what={what}", f"--steps={steps}", f"--layers={layers}"]
-    return figures([*turns.samestep(workers, "benchmarks.guards"), *job])
+    with tempfile.TemporaryDirectory() as folder:
+        job.append(f"--folder={folder}")
+        return figures([*turns.samestep(workers, "benchmarks.guards"), *job])
 
 
 def main() -> None:
@@ -121,10 +114,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--what", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        found = train(options.job, options.what, options.steps, options.layers)
-        print(*(f"{name}={value:.3f}" for name, value in found.items()))
+        size = options.steps, options.layers
+        figures_of_job = train(options.job, options.what, *size, options.folder)
+        print(*(f"{name}={value:.3f}" for name, value in figures_of_job.items()))
         return
     size = options.steps, options.layers
     for workers in (1, 2):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from samestep.step.deterministic import replaced_kernels
+from samestep.plugins.kernels import replaced_kernels
 
 Function = Callable[[Tensor], Tensor]
 

@@ -36,8 +36,8 @@ import samestep as ss
 from benchmarks.jobs import JOBS
 from benchmarks.jobs.job import LEARNING_RATE, Job
 from samestep.errors import DivergenceError, RecheckError
-from samestep.step.recheck import LaneCheck
-from samestep.step.update_check import UpdateCheck
+from samestep.plugins.recheck import LaneCheck
+from samestep.plugins.update_check import UpdateCheck
 
 WORKERS: Final = 3
 LANES: Final = 6

@@ -256,7 +256,7 @@ class Config:
 
     def skips(self, step: int) -> bool:
         """Return whether `skip_batches` leaves out the batch of a step."""
-        return bool(self.skipped_steps) and any(step in steps for steps in self.skipped_steps)
+        return any(step in steps for steps in self.skipped_steps)
 
     @property
     def snapshot_steps(self) -> int | None:

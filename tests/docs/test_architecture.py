@@ -56,11 +56,11 @@ def entered_files(directory):
         run.track(model=model, optimizer=optimizer)
         former = sys.getprofile()
         try:
-            for batch in run.batches(train_set, 16, steps=9):
-                if run.step == 6:  # those before have warmed up, and found what the lanes reach
+            for step, batch in enumerate(run.batches(train_set, 16, steps=9)):
+                if step == 6:  # those before have warmed up, and found what the lanes reach
                     gc.disable()
                     sys.setprofile(note_call)
-                elif run.step == 7:
+                elif step == 7:
                     sys.setprofile(former)
                 means = run.backward(mean_loss, model, batch)
                 optimizer.step()

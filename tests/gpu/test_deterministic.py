@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep as ss
-from samestep.step.deterministic import KERNELS
+from samestep.plugins.kernels import KERNELS
 from tests.gpu.test_lane_graph import verified
 from tests.jobs import fingerprint
-from tests.step.test_deterministic import CASES, compare_on
+from tests.plugins.test_kernels import CASES, compare_on
 
 
 class Segmenter(nn.Module):

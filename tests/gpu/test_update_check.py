@@ -9,7 +9,7 @@ import torch
 
 import samestep as ss
 from tests.jobs import Net, classify, images
-from tests.step.test_update_check import noted
+from tests.plugins.test_update_check import noted
 
 MAKE = (
     torch.optim.AdamW,  # keeps the number of steps on the host, and with `fused` on the GPU

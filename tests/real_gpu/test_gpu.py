@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import samestep as ss
 from tests.gpu.test_deterministic import VERIFIED_LOSSES, verified_script
 from tests.jobs import classify, images
-from tests.step.test_deterministic import CASES, compare_on
+from tests.plugins.test_kernels import CASES, compare_on
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -66,7 +66,7 @@ class Death:
 def _wait_or_give_up(writer: SnapshotWriter, sign: Path) -> None:
     """Wait until a save is done; give up once the sign of a dead worker exists."""
     CommitProtocol.raise_if_given_up = lambda _: None
-    while not writer._pending.done():
+    while not writer.pending.done():
         if sign.exists():
             writer._given_up.set()
         time.sleep(0.001)

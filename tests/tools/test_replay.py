@@ -16,8 +16,8 @@ import samestep as ss
 from samestep.cli import main
 from samestep.data.orders import make_plan
 from samestep.data.random_state import key
+from samestep.plugins.replay import Request
 from samestep.record import read_events, read_history
-from samestep.run.replay import Request
 from samestep.tools.replay import RecordedRun, Report
 from tests.bits import bits
 from tests.python import run_python

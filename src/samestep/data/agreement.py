@@ -88,7 +88,8 @@ class DataCheck:
         self._seed, self._workers, self._gather = seed, workers, gather
         self._uses: dict[int, tuple[Any, int]] = {}  # by id: a weak reference, and their number
         self._datasets = 0
-        self._pending: dict[str, dict[str, Any]] = {}
+        # JSON to send to all workers and to pass to `compare_notes`
+        self.pending: dict[str, dict[str, Any]] = {}
 
     def begin(self, dataset: Any, size: int, where: str) -> Use:
         """Start and return a use of a data set; `where` describes it in errors."""
@@ -107,7 +108,7 @@ class DataCheck:
 
     def add(self, use: Use, number: int, samples: list[Sample]) -> None:
         """Send samples with the next exchange."""
-        self._pending[f"{use.where}, {number}"] = {
+        self.pending[f"{use.where}, {number}"] = {
             "where": use.where,
             "size": use.size,
             "indices": use.indices(number),
@@ -119,21 +120,17 @@ class DataCheck:
         if self._workers > 1:
             name = f"plan of {use.where}, {epoch}"
             values = {option: str(value) for option, value in plan.items()}
-            self._pending[name] = {"where": f"{use.where} in epoch {epoch}", "plan": values}
-
-    def note(self) -> dict[str, Any]:
-        """Return the JSON to send to all workers and to pass to `compare_notes`."""
-        return self._pending
+            self.pending[name] = {"where": f"{use.where} in epoch {epoch}", "plan": values}
 
     def compare(self, value: Any, what: str) -> list[Any]:
         """Return every worker's JSON value by rank, and compare what is pending."""
-        notes, values = zip(*self._gather([self.note(), value], what), strict=True)
+        notes, values = zip(*self._gather([self.pending, value], what), strict=True)
         self.compare_notes(notes)
         return list(values)
 
     def compare_notes(self, notes: Sequence[Mapping[str, Any]]) -> None:
         """Compare all workers' notes, by rank. Raises `DataError` on all workers."""
-        self._pending = {}
+        self.pending = {}
         for name in dict.fromkeys(name for note in notes for name in note):
             entries = {rank: note[name] for rank, note in enumerate(notes) if name in note}
             first = next(iter(entries.values()))

@@ -6,9 +6,9 @@ from samestep.guards.divisors import DivisorCheck
 from samestep.guards.lane_state import LaneState
 from samestep.guards.metric_guard import MetricGuard
 from samestep.guards.reach import Reach
+from samestep.plugins.recheck import Recheck
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import StepPlugin
-from samestep.step.recheck import Recheck
 
 
 def plugins_of(engine: LaneEngine) -> list[StepPlugin]:

@@ -57,7 +57,7 @@ class DirectoryLock:
         self._path, self._state = directory / NAME, state
         self._lost_seconds = min(LOST_SECONDS, timeout / 2)  # other workers wait for this one
         self._closed = threading.Event()
-        self._is_lost = False  # the file was removed, so another run may have locked a new one
+        self.is_lost = False  # the file was removed, so another run may have locked a new one
         try:
             make_directory(directory)
             self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
@@ -159,7 +159,7 @@ class DirectoryLock:
         while not self._closed.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):  # of a network file system that is slow to recover
                 os.utime(self._file)
-                self._is_lost = not self._is_in_place()
+                self.is_lost = not self._is_in_place()
         self._release()
 
     def _is_in_place(self) -> bool:
@@ -170,7 +170,7 @@ class DirectoryLock:
 
     def check(self) -> None:
         """Raise `RecordError` if the file was removed, as noticed at the last heartbeat."""
-        if self._is_lost:
+        if self.is_lost:
             raise RecordError(
                 f"{self._path} was removed or replaced during the run, so another run may write to "
                 f"{self._path.parent}, and this one stops. If no other run uses the directory, "

@@ -19,6 +19,7 @@ from samestep.record import Record
 from samestep.run.process import announce
 from samestep.step.finite import Nonfinite
 from samestep.step.lane_pass import LaneResult
+from samestep.step.lane_results import worst_of
 
 WARM_UP: Final = 20  # steps before which no loss is unusual
 WINDOW: Final = 100  # steps of the moving averages
@@ -110,7 +111,8 @@ class LossAlerts:
         loss that `is_shared` by all lanes is that of the whole batch, so it blames no lane.
         """
         step, number = call
-        if not results or self._config.skips(step):
+        config = self._config
+        if not results or (config.skip_batches and config.skips(step)):
             return ""
         losses: list[float] = [lane.metrics["loss"] for lane in results]
         if are_sums:
@@ -228,12 +230,6 @@ class SkippedSteps:
                 " parameters are not finite either, resume from an earlier snapshot with a lower"
                 " learning rate"
             )
-
-
-def worst_of(losses: Sequence[float]) -> int:
-    """Return the number of the first loss that is not finite, or of the highest."""
-    badness = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    return badness.index(max(badness))
 
 
 def replay_command(directory: Path, step: int) -> str:

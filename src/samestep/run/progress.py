@@ -15,10 +15,11 @@ from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, SnapshotError
 from samestep.metrics import Means
+from samestep.plugin import EndedStep, RunPlugin, RunPlugins
+from samestep.record.files import DirectoryLock
 from samestep.record.record import Record
 from samestep.run.alerts import LossAlerts, SkippedSteps
 from samestep.run.loop_states import LoopStates
-from samestep.run.plugin import EndedStep, RunPlugin, RunPlugins
 from samestep.run.process import StopRequest, announce
 from samestep.run.step_times import StepTimes
 from samestep.snapshot.manager import SnapshotManager
@@ -75,12 +76,14 @@ class Progress:
         data_check: DataCheck,
         alerts: LossAlerts,
         resumed: Snapshot | None,
-        check_directory: Callable[[], object],
+        lock: DirectoryLock | None,
         on_end: Callable[[], object],
     ) -> None:
-        """`check_directory` is called in every step, `on_end` before the end is recorded."""
-        self._check_directory, self._on_end = check_directory, on_end
+        """`lock` is that of the directory; `on_end` is called before the end is recorded."""
+        self._lock, self._on_end = lock, on_end
         self._config, self._record, self._snapshots = config, record, snapshots
+        in_memory = snapshots.in_memory
+        self._in_memory = in_memory if in_memory.has_launcher else None
         self._stop, self._lanes, self.times = stop, lanes, times
         self._plugins = RunPlugins([times, *plugins])
         self._data_check, self.alerts = data_check, alerts
@@ -159,7 +162,8 @@ class Progress:
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
         # Without snapshots, waiting for the end of the step would save nothing.
-        self._stop.defer(active=self._snapshots.is_enabled)
+        if self._stop.deferring is not self._snapshots.is_enabled:
+            self._stop.defer(active=self._snapshots.is_enabled)
         set_generators(key(self._config.seed, "body", self.step))
 
     def leave_step(self) -> None:
@@ -183,8 +187,9 @@ class Progress:
         self._current = None
         self.step += 1
         self._plugins.compare_if_due(self.step)
-        # to the launcher, whose memory outlives this worker
-        self._snapshots.in_memory.report_step(self.step)
+        if self._in_memory is not None:
+            # to the launcher, whose memory outlives this worker
+            self._in_memory.report_step(self.step)
         decision, self._decision = self._decision, Decision()
         # Equal on all workers: the count of steps, the notes of this step's backward calls, and
         # calls of user code. So all of them act here, without another message.
@@ -193,7 +198,9 @@ class Progress:
         if decision.signal or self._is_last():  # does not return
             self._stop_run(decision.signal)
         # Not if this step's snapshot was staged in memory already, see `InMemorySnapshots.save`.
-        if self._snapshots.in_memory.is_due(self.step, agreed=decision.copy_due):
+        if self._in_memory is not None and self._in_memory.is_due(
+            self.step, agreed=decision.copy_due
+        ):
             self._snapshots.save_in_memory(self.step, self._states, writing=decision.writing)
 
     def end_loop(self, name: str) -> None:
@@ -290,14 +297,15 @@ class Progress:
 
     def note(self) -> dict[str, Any]:
         """Return the note that this worker sends with the losses of a step."""
-        self._check_directory()
+        if self._lock is not None and self._lock.is_lost:
+            self._lock.check()
         return {
             "signal": self._stop.signal,
             "snapshot_due": self._snapshots.time_is_up(),
-            "copy_due": self._snapshots.in_memory.time_is_up(),
+            "copy_due": self._in_memory is not None and self._in_memory.time_is_up(),
             "writing": self._snapshots.is_writing,
             "plugins": self._plugins.note(),
-            "data": self._data_check.note(),
+            "data": self._data_check.pending,
         }
 
     def receive(self, notes: list[dict[str, Any]]) -> None:
@@ -305,7 +313,8 @@ class Progress:
 
         Raises `DataError` if the workers' data differ.
         """
-        self._data_check.compare_notes([note["data"] for note in notes])
+        if any(note["data"] for note in notes):
+            self._data_check.compare_notes([note["data"] for note in notes])
         # A signal may have reached one worker only, or others later: all stop for the first one.
         signal = next((note["signal"] for note in notes if note["signal"]), 0)
         writing = any(note["writing"] for note in notes)

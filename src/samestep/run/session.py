@@ -29,12 +29,17 @@ from samestep.guards import plugins_of
 from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.masking import mask_urls
+from samestep.plugin import RunPlugin
+from samestep.plugins.divergence import DivergenceCheck, LaneObserver
+from samestep.plugins.kernels import replaced_kernels
+from samestep.plugins.observer import StepObserver
+from samestep.plugins.progress_line import open_line
+from samestep.plugins.replay import Replay, Request
 from samestep.record import Record, open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock
 from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
 from samestep.run.alerts import LossAlerts
-from samestep.run.divergence import DivergenceCheck, LaneObserver
 from samestep.run.environment import (
     CommitQuery,
     ProgramFiles,
@@ -44,18 +49,13 @@ from samestep.run.environment import (
     inputs_of_program,
     warn_of_workers,
 )
-from samestep.run.observer import StepObserver
-from samestep.run.plugin import RunPlugin
 from samestep.run.process import StopRequest, SystemSampler, announce, gpu_names, set_up_devices
 from samestep.run.progress import Progress
-from samestep.run.progress_line import open_line
-from samestep.run.replay import Replay, Request
 from samestep.run.start import SharedDirectory, Start
 from samestep.run.step_times import StepTimes
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.read import Snapshot
-from samestep.step.deterministic import replaced_kernels
 from samestep.step.graph_choice import LaneGraphs
 from samestep.step.lane_engine import LaneEngine
 
@@ -221,7 +221,9 @@ class Session:
         line = None
         if config.progress:
             line = open_line(self._process, config.stop_after, self._exits.callback)
-        plugins: list[RunPlugin] = [self.divergence, *([] if line is None else [line])]
+        plugins: list[RunPlugin] = [] if line is None else [line]
+        if world.size > 1:
+            plugins.insert(0, self.divergence)
         if is_observed():
             plugins.append(
                 StepObserver(
@@ -234,14 +236,19 @@ class Session:
             self.snapshots,
             self.stop,
             self.lanes,
-            StepTimes(self.record, self.snapshots, self.lanes, line),
+            StepTimes(
+                self.record,
+                self.snapshots,
+                self.lanes,
+                *([] if line is None else [line.evaluating]),
+            ),
             plugins,
             data_check=self.data_check,
             alerts=LossAlerts(
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),
             resumed=resumed,
-            check_directory=lock.check if lock else lambda: None,
+            lock=lock,
             on_end=self._samplers.close,
         )
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from samestep.plugin import EndedStep, RunPlugin
 from samestep.record.record import OWN, Record
-from samestep.run.plugin import EndedStep, RunPlugin
-from samestep.run.progress_line import ProgressLine
 from samestep.snapshot.manager import SnapshotManager
 from samestep.step.lane_engine import LaneEngine
-from samestep.step.scaling import learning_rate, on_host
+from samestep.step.scaling import on_host
 
 
 class StepTimes(RunPlugin):
@@ -25,9 +24,11 @@ class StepTimes(RunPlugin):
         record: Record,
         snapshots: SnapshotManager,
         lanes: LaneEngine,
-        line: ProgressLine | None,
+        evaluating: Callable[..., object] = lambda *_: None,
     ) -> None:
-        self._record, self._snapshots, self._lanes, self._line = record, snapshots, lanes, line
+        """Call `evaluating` before each evaluation, and after it with its seconds."""
+        self._record, self._snapshots, self._lanes = record, snapshots, lanes
+        self._evaluating = evaluating
         self._status = lanes.world.status
         self._measured: tuple[float, float] | None = None  # time and waits at the last measurement
         self._optimizer_seconds = 0.0
@@ -46,7 +47,7 @@ class StepTimes(RunPlugin):
         def start(*_: Any) -> None:
             nonlocal started, begun
             started, begun = time.perf_counter(), clock.mark()
-            rate = learning_rate(optimizer)
+            rate = _learning_rate(optimizer)
             if rate is not None and rate != self._rates.get(name):
                 self._rates[name] = rate
                 self._updates.setdefault("rates", {})[name] = rate
@@ -66,16 +67,15 @@ class StepTimes(RunPlugin):
     def measuring(self, part: str) -> Iterator[None]:
         """Add the seconds of a block to a part of the step, "evaluation" or "logging"."""
         started = time.perf_counter()
-        line = self._line if part == "evaluation" else None
-        if line is not None:
-            line.evaluating()
+        if part == "evaluation":
+            self._evaluating()
         try:
             yield
         finally:
             seconds = time.perf_counter() - started
             self._loop_seconds[part] = self._loop_seconds.get(part, 0.0) + seconds
-            if line is not None:
-                line.evaluating(seconds)
+            if part == "evaluation":
+                self._evaluating(seconds)
 
     def begin_step(self, step: int) -> None:
         """Start the clock with the first step."""
@@ -111,3 +111,17 @@ class StepTimes(RunPlugin):
             updates["norms"] = [[float(norm), limit] for norm, limit in updates["norms"]]
         self._record.timing(step - 1, notes, updates)
         self._seconds, self._gpu_seconds = {}, dict
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the largest learning rate of an optimizer's groups, None if a GPU has one of them."""
+    largest = None
+    for group in optimizer.param_groups:
+        rate: Any = group.get("lr")
+        if type(rate) is not float:  # in every step: a test of the type Tensor takes longer
+            if rate is None or (isinstance(rate, torch.Tensor) and not rate.is_cpu):
+                return None
+            rate = float(rate)
+        if largest is None or rate > largest:
+            largest = rate
+    return largest

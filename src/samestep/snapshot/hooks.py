@@ -297,8 +297,9 @@ class PostCommitHooks:
         attempt: str,
         start: int,
         owner: RemoteOwner | None = None,
+        on_news: Callable[[], object] = lambda: None,
     ) -> None:
-        self._owner = owner
+        self._on_news = on_news  # called by a thread when there is an event to report
         self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
         self._hooks: list[Hook] = []
         if not acts or config.dir is None:
@@ -326,16 +327,12 @@ class PostCommitHooks:
 
     def _queue(self, kind: str, **fields: Any) -> None:
         self._events.put((kind, fields))  # `report_events` takes them out between steps
+        self._on_news()
 
     def on_commit(self, path: Path) -> None:
         """Pass a snapshot to all hooks."""
         for hook in self._hooks:
             hook.on_commit(path)
-
-    def check(self) -> None:
-        """Raise `SnapshotError` if another process writes to the remote."""
-        if self._owner is not None:
-            self._owner.check()
 
     def report_events(self, report: Callable[..., object]) -> None:
         """Report the events since the last call, in the calling thread."""

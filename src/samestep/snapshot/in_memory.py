@@ -90,6 +90,7 @@ class InMemorySnapshots:
         stages: bool = True,
     ) -> None:
         self._launcher_state, self._process, self._world = launcher_state, process, world
+        self.has_launcher = launcher_state is not None  # whose memory outlives this process
         self._directory = "" if directory is None else str(directory.resolve())
         self._every = None if launcher_state is None else every
         self._stages = stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -240,7 +241,9 @@ class SnapshotManager:
         self._compare = compare or (lambda *_: world.barrier("starting a snapshot"))
         self._stall_seconds = 0.0
         self._config, self._world, self._record, self._attempt = config, world, record, attempt
-        self._environment, self._owner = environment, owner
+        self._environment, self._owner, self._remote_owner = environment, owner, remote_owner
+        self._every_steps, self._every_seconds = config.snapshot_steps, config.snapshot_seconds
+        self._news = threading.Event()  # a thread has an event to report, or a failure
         # the last one on disk
         self._saved_step = None if resumed is None or resumed.in_memory else resumed.step
         self._saved_time = time.monotonic()
@@ -248,7 +251,12 @@ class SnapshotManager:
         self._warned = self._prepared  # that nothing is tracked
         start = last_own_step(config, resumed, owner)
         self._hooks = PostCommitHooks(
-            config, acts=world.rank == 0, attempt=attempt, start=start, owner=remote_owner
+            config,
+            acts=world.rank == 0,
+            attempt=attempt,
+            start=start,
+            owner=remote_owner,
+            on_news=self._news.set,
         )
         self._writer: SnapshotWriter | None = None
         # All workers write, each its part. Only rank 0 commits and removes, and only it runs hooks.
@@ -264,6 +272,7 @@ class SnapshotManager:
                 report=record.event,
                 before_commit=record.sync,
                 on_commit=self._hooks.on_commit,
+                on_news=self._news.set,
                 timeout_seconds=max(COMMIT_SECONDS, config.timeout),
             )
 
@@ -279,10 +288,9 @@ class SnapshotManager:
 
     def time_is_up(self) -> bool:
         """Return whether the minutes between snapshots have passed on this worker's clock."""
-        seconds = self._config.snapshot_seconds
-        if self._writer is None or seconds is None:
+        if self._writer is None or self._every_seconds is None:
             return False
-        return time.monotonic() - self._saved_time >= seconds
+        return time.monotonic() - self._saved_time >= self._every_seconds
 
     def is_due(self, step: int) -> bool:
         """Return whether the steps between snapshots have passed.
@@ -302,14 +310,17 @@ class SnapshotManager:
                     self._config.dir,
                 )
         # The run ends at the next step after a failed save, rather than train without snapshots.
-        self._writer.raise_if_failed()
-        self._hooks.report_events(self._record.event)
-        self._hooks.check()
+        if self._news.is_set():
+            self._news.clear()  # first: more may come
+            self._writer.raise_if_failed()
+            self._hooks.report_events(self._record.event)
+        if self._remote_owner is not None:
+            self._remote_owner.check()
         if not self._prepared and self.is_enabled:
             self._prepared = True
             if not self.in_memory.can_stage:  # otherwise the slots serve as the buffer
                 self._writer.prepare(*self.tracked.states())
-        return self._config.snapshot_steps is not None and step % self._config.snapshot_steps == 0
+        return self._every_steps is not None and step % self._every_steps == 0
 
     def save(
         self,
@@ -361,7 +372,8 @@ class SnapshotManager:
     @property
     def is_writing(self) -> bool:
         """Whether this worker still writes a snapshot to disk."""
-        return self._writer is not None and self._writer.is_writing
+        pending = None if self._writer is None else self._writer.pending
+        return pending is not None and not pending.done()
 
     def save_in_memory(
         self, step: int, states: Callable[[], tuple[States, States]], *, writing: bool = True

@@ -71,6 +71,7 @@ class SnapshotWriter:
         report: Callable[..., object],
         before_commit: Callable[[], object] = lambda: None,
         on_commit: Callable[[Path], object] = lambda _: None,
+        on_news: Callable[[], object] = lambda: None,
         timeout_seconds: float = COMMIT_SECONDS,
     ) -> None:
         if not _ATTEMPT.fullmatch(attempt):
@@ -80,13 +81,15 @@ class SnapshotWriter:
         self._directory, self._attempt, self._timeout_seconds = directory, attempt, timeout_seconds
         self._rank, self._workers = rank, workers
         self._report, self._before_commit, self._on_commit = report, before_commit, on_commit
+        self._on_news = on_news  # called by a thread when `raise_if_failed` has something to do
         self._retention = Retention(directory, keep_last, keep_best, verified)
         self._staging = StagingBuffer()
         self._preparation: threading.Thread | None = None  # allocates the buffer
         self._saves = 0
         # this worker's data file of the last snapshot, for another save of its step
         self._committed: dict[Path, DataFile] = {}
-        self._pending: Future[list[Event]] | None = None  # the commit of the last save
+        # the commit of the last save, on this worker
+        self.pending: Future[list[Event]] | None = None
         self._thread: threading.Thread | None = None  # writes the last save, then tidies up
         self._tidied: deque[Event] = deque()  # removals, reported by the caller's thread
         self._given_up = threading.Event()
@@ -122,7 +125,7 @@ class SnapshotWriter:
         this worker has a part: slices (`TensorSlice`), or tensors and plain values under keys that
         only it has. Values that several workers have there must be equal. `info` has plain values.
         The snapshots with the highest `score` stay. `stage` may copy the data file into other
-        memory, which must stay until the save is committed: see `is_writing`. Raises
+        memory, which must stay until the save is committed: see `pending`. Raises
         `SnapshotError` for an unsupported state, or if the previous save failed.
         """
         self.wait()  # blocks training only if the disk is slower than the interval between saves
@@ -146,32 +149,27 @@ class SnapshotWriter:
         merge = partial(combine, step=step, attempt=attempt, info=info, score=score)
         event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
         work = partial(self._write, protocol, contribution, data, merge, event)
-        self._pending, before = Future(), self._thread
-        write = partial(self._run, work, self._pending, path, before)
+        self.pending, before = Future(), self._thread
+        write = partial(self._run, work, self.pending, path, before)
         # daemon: a file system that hangs must not keep the process alive
         self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
         self._thread.start()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the last save is not committed yet, on this worker."""
-        return self._pending is not None and not self._pending.done()
 
     def wait(self, tidy_seconds: float = 0.0) -> None:
         """Wait until the last save is committed, then `tidy_seconds` for old ones to be removed.
 
         Raises `SnapshotError`, once, if the save failed.
         """
-        if self._pending is not None:
-            wait([self._pending])
+        if self.pending is not None:
+            wait([self.pending])
         if self._thread is not None:
             self._thread.join(tidy_seconds)  # 0.0: do not wait
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Raise `SnapshotError`, once, if the last save has already failed."""
-        if self._pending is not None and self._pending.done():
-            pending, self._pending = self._pending, None  # first, so that it is raised once
+        if self.pending is not None and self.pending.done():
+            pending, self.pending = self.pending, None  # first, so that it is raised once
             self._report_outcome(pending)
         while self._tidied:
             kind, fields = self._tidied.popleft()
@@ -251,11 +249,14 @@ class SnapshotWriter:
             pending.set_result(write())
         except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
             pending.set_exception(error)
+            self._on_news()
             return  # old snapshots stay
+        self._on_news()
         if before is not None:
             before.join()
         if self._rank == 0:
             self._tidied.extend(self._remove_old(directory))
+            self._on_news()
 
     def _remove_old(self, directory: Path) -> list[Event]:
         """Remove old snapshots if the new one is valid."""

@@ -47,13 +47,13 @@ class Buffers:
 
     def __init__(self, world: World, lanes: int, replicas: Replicas) -> None:
         self._lanes, self._replicas = lanes, replicas
-        self._homes: list[Home] = []  # by number of the buffer
+        self.homes: list[Home] = []  # by number of the buffer
         self._scales: dict[int, Module] = {}  # fake quantization, by number of its scale
         self._starts: list[tuple[torch.device, list[Tensor]]] = [
             (replica.device, []) for replica in replicas.all
         ]  # copies of the values at the start of a step, [devices, buffers]
         self._start = self._starts[0][1]  # on the first device
-        self._sums = BufferSums(world, lanes, self._homes, self._start)
+        self._sums = BufferSums(world, lanes, self.homes, self._start)
         self._kinds: list[Any] = []  # their shapes and dtypes
         self._written: dict[int, dict[int, Tensor]] = {}  # values by lane and number of the buffer
         self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
@@ -84,22 +84,20 @@ class Buffers:
             for name, buffer in owner.named_buffers(recurse=False):
                 path = f"{prefix}.{name}" if prefix else name
                 home = Home(buffers_in(owner), name, path, rule_of(owner, name, path, rules))
-                number = numbers.setdefault(id(buffer), len(self._homes))
-                if number == len(self._homes):
-                    self._homes.append(home)
+                number = numbers.setdefault(id(buffer), len(self.homes))
+                if number == len(self.homes):
+                    self.homes.append(home)
                     self._kinds += _kinds([buffer])
                     for device, start in self._starts:
                         start.append(buffer.detach().to(device, copy=True))
                 elif chosen_rule(path, rules):
-                    self._homes[number] = home
+                    self.homes[number] = home
                 if name == "scale" and has_scale(owner):
                     self._scales[number] = owner
 
     def places(self) -> dict[tuple[int, Any], Any]:
         """Return the buffers by the id of the registry that holds them, and their name there."""
-        return {
-            (id(home.registry), home.name): home.registry.get(home.name) for home in self._homes
-        }
+        return {(id(home.registry), home.name): home.registry.get(home.name) for home in self.homes}
 
     def begin_step(self, parameters: Parameters) -> None:
         """Save each device's current values, from which all of its lanes start.
@@ -131,7 +129,7 @@ class Buffers:
             for replica, starts in zip(self._replicas.all, before, strict=True):
                 if starts:
                     with self._replicas.on(replica):
-                        for home, start in zip(self._homes, starts, strict=True):
+                        for home, start in zip(self.homes, starts, strict=True):
                             if not home.holds_shape_of(start):
                                 home.registry[home.name] = start.clone()
                         foreach_copy_(self._detached(), starts)
@@ -162,7 +160,7 @@ class Buffers:
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return names, and the current values on the device that computes now."""
-        return [(home.path, home.registry[home.name].detach()) for home in self._homes]
+        return [(home.path, home.registry[home.name].detach()) for home in self.homes]
 
     def end_lane(self, lane: int, device: int = 0) -> None:
         """Save the values that a lane wrote on device number `device`; restore the start values.
@@ -197,7 +195,7 @@ class Buffers:
     def left_by(self, lane: int) -> dict[str, Tensor]:
         """Return the values that a lane left, by name; on GPUs, also of buffers not written."""
         return {
-            f"buffer {self._homes[number].path!r}": value
+            f"buffer {self.homes[number].path!r}": value
             for number, value in self._written.get(lane, {}).items()
         }
 
@@ -261,7 +259,7 @@ class Buffers:
         for number in _nonzero([(group.numbers, group.late) for group in self._all_groups()]):
             if number not in self._by_backward:
                 raise ModelError(
-                    f"the buffer {self._homes[number].path!r} was written during backward, but not"
+                    f"the buffer {self.homes[number].path!r} was written during backward, but not"
                     " during forward, and not in the first step; its new values are lost, because"
                     " workers agree on buffers before a GPU has completed backward. Change it in"
                     " forward, or in the first step as well"
@@ -271,7 +269,7 @@ class Buffers:
         differing, self._differing = self._differing, {}
         for number, differs in differing.items():
             if differs:
-                raise _differ(self._homes[number], self._start[number])
+                raise _differ(self.homes[number], self._start[number])
 
     def end_step(self, written: Sequence[int], lanes_with_items: Sequence[int]) -> None:
         """Agree on the buffers that any lane wrote; collective if there are any.
@@ -280,9 +278,9 @@ class Buffers:
         """
         if written and lanes_with_items:  # the same on all workers
             for number in written:
-                if self._homes[number].rule == "refuse":
+                if self.homes[number].rule == "refuse":
                     raise ModelError(
-                        f"a lane wrote the buffer {self._homes[number].path!r}, for which"
+                        f"a lane wrote the buffer {self.homes[number].path!r}, for which"
                         ' run.replicate got the rule "refuse"; change it in the body of the loop,'
                         " after optimizer.step()"
                     )
@@ -300,14 +298,14 @@ class Buffers:
         self._is_in_step = False
 
     def _current(self) -> list[Tensor]:
-        return [home.registry[home.name] for home in self._homes]
+        return [home.registry[home.name] for home in self.homes]
 
     def _unresized(self, starts: Sequence[Tensor]) -> list[Tensor]:
         """Return the current values. Raises `ModelError` if one has another shape than `starts`."""
-        values = [home.registry.get(home.name) for home in self._homes]
+        values = [home.registry.get(home.name) for home in self.homes]
         if _kinds(values) == self._kinds:
             return self._detached()
-        for home, start in zip(self._homes, starts, strict=True):
+        for home, start in zip(self.homes, starts, strict=True):
             if not home.holds_shape_of(start):
                 value = home.registry.get(home.name)
                 shape = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"

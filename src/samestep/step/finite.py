@@ -38,7 +38,7 @@ class Nonfinite(NamedTuple):
     lane: int | None
 
 
-class Found(NamedTuple):
+class GradientSize(NamedTuple):
     """The size of the gradient of a worker's `lanes` at a step, as a share of the largest number.
 
     That is NaN or infinite if any element is.
@@ -55,12 +55,13 @@ class GradientCheck:
     def __init__(self, config: Config) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
         self._config = config
-        self._late: Found | None = None  # what a GPU still computes
-        self._carried: Found | None = None  # the same on its way to the host
+        self._late: GradientSize | None = None  # what a GPU still computes
+        self._carried: GradientSize | None = None  # the same on its way to the host
 
     def is_due(self, step: int) -> bool:
         """Return whether the gradient of a step must be finite."""
-        if self._config.nonfinite_loss == "continue" or self._config.skips(step):
+        config = self._config
+        if config.nonfinite_loss == "continue" or (config.skip_batches and config.skips(step)):
             return False
         return not any(scaler.is_enabled() for scaler in self.scalers)
 
@@ -69,16 +70,16 @@ class GradientCheck:
         self._carried = None
         if self._late is not None:
             step, lanes, size = self._late
-            self._carried = Found(step, lanes, scalars.copy([torch.as_tensor(size)])[0])
+            self._carried = GradientSize(step, lanes, scalars.copy([torch.as_tensor(size)])[0])
 
-    def report(self, found: Found, narrow: Callable[[], list[int]]) -> list[Any] | None:
+    def report(self, gradient: GradientSize, narrow: Callable[[], list[int]]) -> list[Any] | None:
         """Return JSON for `judge` about this step, or of GPUs about the last one.
 
         `narrow` returns those of the lanes whose own gradient is not finite.
         """
-        step, lanes, size = found
+        step, lanes, size = gradient
         if isinstance(size, Tensor) and not size.is_cpu and self._config.nonfinite_loss == "stop":
-            last, self._late = self._carried, found
+            last, self._late = self._carried, gradient
             return None if last is None else [last.step, last.lanes, float(last.size)]
         number = float(size)  # with "skip", the host waits for backward
         if not math.isfinite(number) and self._config.nonfinite_loss == "stop" and lanes[1:]:
@@ -93,9 +94,9 @@ class GradientCheck:
         """Raise `NonFiniteLossError` for what a GPU has found in the last step."""
         late, self._late = self._late, None
         if late is not None:
-            found = self.judge([[late.step, late.lanes, float(late.size)]], 1.0)
-            if found is not None:
-                raise NonFiniteLossError(f"{found.reason}; {ADVICE}")
+            nonfinite = self.judge([[late.step, late.lanes, float(late.size)]], 1.0)
+            if nonfinite is not None:
+                raise NonFiniteLossError(f"{nonfinite.reason}; {ADVICE}")
 
     def judge(
         self, reports: Sequence[list[Any] | None], scale: float, *, is_shared: bool = False
@@ -105,14 +106,14 @@ class GradientCheck:
         It is multiplied by `scale`. Raises `NonFiniteLossError` if it may overflow although no
         worker's is infinite: workers divide the lanes in other ways at other numbers of them.
         """
-        entries = [(rank, Found(*report)) for rank, report in enumerate(reports) if report]
-        bad = [(rank, found) for rank, found in entries if not math.isfinite(found.size)]
+        entries = [(rank, GradientSize(*report)) for rank, report in enumerate(reports) if report]
+        bad = [(rank, each) for rank, each in entries if not math.isfinite(each.size)]
         if bad:
-            step, lanes = bad[0][1].step, [lane for _, found in bad for lane in found.lanes]
+            step, lanes = bad[0][1].step, [lane for _, each in bad for lane in each.lanes]
             place = "of the whole batch" if is_shared else " and ".join(map(_place, bad))
             reason = f"the gradient is not finite at step {step} {place}, although the loss is"
             return Nonfinite(reason, step, lanes[0] if len(lanes) == 1 and not is_shared else None)
-        if sum(found.size for _, found in entries) * max(scale, 1.0) > SAFE and reports[1:]:
+        if sum(each.size for _, each in entries) * max(scale, 1.0) > SAFE and reports[1:]:
             step = entries[0][1].step
             raise NonFiniteLossError(
                 f"the gradient at step {step} is too large: the sum over all workers may exceed the"
@@ -121,10 +122,10 @@ class GradientCheck:
         return None
 
 
-def _place(entry: tuple[int, Found]) -> str:
-    rank, found = entry
-    lanes = ", ".join(map(str, found.lanes))
-    which = f"in one of the lanes {lanes}" if found.lanes[1:] else f"in lane {lanes}"
+def _place(entry: tuple[int, GradientSize]) -> str:
+    rank, (_, numbers, _) = entry
+    lanes = ", ".join(map(str, numbers))
+    which = f"in one of the lanes {lanes}" if numbers[1:] else f"in lane {lanes}"
     return f"{which} (worker {rank})"
 
 

@@ -20,6 +20,7 @@ from samestep.errors import LossError, OptimizerError
 from samestep.torch_internals import (
     foreach_add_,
     foreach_copy_,
+    foreach_mul_,
     parameters_in,
     submodules_in,
     without_storage,
@@ -89,6 +90,22 @@ def copied_gradients(
 def have_none(parameters: Sequence[Tensor]) -> bool:
     """Return whether no parameter has a gradient."""
     return all(map(is_, [parameter.grad for parameter in parameters], repeat(None)))
+
+
+def scaled_together(gradients: Gradients, parameters: Parameters, scale: float) -> Gradients:
+    """Return gradients in the dtypes of their parameters, times `scale`, as `scaled` does.
+
+    In one call: one per parameter takes microseconds, and usually there is nothing to do.
+    """
+    converted = [
+        gradient
+        if gradient is None or gradient.dtype == parameter.dtype
+        else gradient.to(parameter.dtype)
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    ]
+    if scale != 1.0 and (present := [g for g in converted if g is not None]):
+        foreach_mul_(present, scale)
+    return converted
 
 
 def stash_gradients(parameters: Sequence[Tensor]) -> Gradients:

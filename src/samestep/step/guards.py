@@ -32,7 +32,6 @@ from samestep.errors import (
     SamestepError,
     WorldError,
 )
-from samestep.step.deterministic import REFUSED
 from samestep.step.gradients import (
     SHARDED_ADVICE,
     ModuleParameters,
@@ -52,6 +51,22 @@ from samestep.torch_internals import (
 from samestep.user_code import is_callers, is_own_hook
 
 REFUSED_BY_TORCH: Final = re.compile(r"([\w ]+) does not have a deterministic implementation")
+# parts of the names that torch gives to operations it refuses: what to write instead
+REFUSED: Final = {
+    "max_unpool": "torch.zeros(...).scatter(-1, indices, values), whose indices must differ",
+    "put_": "index_put_, with accumulate=True if indices may repeat",
+    "embedding_bag": "torch.nn.Embedding and a maximum over its rows",
+    "scatter_reduce": "reduce='sum' of logarithms",
+    "index_reduce": "index_add_, or scatter_reduce with 'sum', 'mean', 'amin' or 'amax'",
+    "roi_pool": "torchvision.ops.roi_align",
+    "ps_roi": "torchvision.ops.roi_align",
+    "deform_conv2d": "torch.nn.functional.grid_sample with a convolution",
+    "compute_grad_input": "torch.nn.functional.grid_sample with a convolution",  # of deform_conv2d
+    "quantized_resize": "a new tensor",
+    "median": "torch.median without out=",
+    "histc": "torch.histc without out=",
+    "bincount": "torch.bincount without out=",
+}
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"

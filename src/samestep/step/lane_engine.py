@@ -19,9 +19,16 @@ from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
 from samestep.errors import NonFiniteLossError
 from samestep.step.buffer_rules import Rule
-from samestep.step.finite import ADVICE, Found, GradientCheck, Nonfinite, has_nonfinite
+from samestep.step.finite import ADVICE, GradientCheck, GradientSize, Nonfinite, has_nonfinite
 from samestep.step.flat_buffer import FlatBuffer
-from samestep.step.gradients import Gradients, Parameters, have_none, parameters_of, stash_gradients
+from samestep.step.gradients import (
+    Gradients,
+    Parameters,
+    have_none,
+    parameters_of,
+    scaled_together,
+    stash_gradients,
+)
 from samestep.step.graphed_pass import GraphedPass
 from samestep.step.guards import (
     ModelGuard,
@@ -40,7 +47,6 @@ from samestep.step.lane_pass import (
     StepResult,
 )
 from samestep.step.overlap import Overlap, Overlaps, flat_buffers_of
-from samestep.step.scaling import scaled_together
 from samestep.step.shard import Shard
 from samestep.step.whole_batch import WholeBatchPass
 
@@ -310,7 +316,7 @@ class LaneEngine(LaneContext):
         """
         config, step, is_shared = self.config, lane_pass.seed[0], self.shares(lane_pass.loss)
         # a batch that the user leaves out may have any loss
-        if config.skips(step):
+        if config.skip_batches and config.skips(step):
             return f"step {step} is in skip_batches={config.skip_batches}", None
         if config.nonfinite_loss == "continue":
             return None, None
@@ -335,17 +341,17 @@ class LaneEngine(LaneContext):
         lanes = [lane for lane, *_ in results]
 
         def narrow() -> list[int]:
-            found = list[int]()
+            nonfinite = list[int]()
             if loss.fn is None or self.shares(loss):  # not to be computed again, or of all lanes
-                return found
+                return nonfinite
             with self.manual.lanes(), suppress(Exception):  # that of the gradient matters more
                 for lane in lanes:
                     with self.buffers.repeating():
                         gradients, _ = lane_pass.compute_again(lane)
-                    found += [lane] * bool(has_nonfinite(gradients))
-            return found
+                    nonfinite += [lane] * bool(has_nonfinite(gradients))
+            return nonfinite
 
-        return self.gradients.report(Found(lane_pass.seed[0], lanes, size), narrow)
+        return self.gradients.report(GradientSize(lane_pass.seed[0], lanes, size), narrow)
 
     def shares(self, loss: LossSpec) -> bool:
         """Return whether the loss compares samples of all lanes, so that it is no lane's own."""
@@ -389,6 +395,8 @@ class LaneEngine(LaneContext):
 
     def _end_buffers(self, reports: Sequence[Any], result: StepResult) -> None:
         """Agree on the buffers that any lane wrote, or return to those before a skipped batch."""
+        if not self.buffers.homes:
+            return
         written = sorted({number for report in reports for number in report["buffers"]})
         self.buffers.learn(number for report in reports for number in report["late"])
         if result.skipped is not None:

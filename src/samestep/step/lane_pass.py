@@ -320,6 +320,7 @@ class LanePass:
         self.inputs = LaneInputs(self.batch, self.loss.count)
         is_mean_of_samples = self.loss.count is None and self.loss.reduction == "mean"
         self.scalars = LaneScalars(has_divisors=is_mean_of_samples and self.context.lanes > 1)
+        self._has_buffers = bool(self.context.buffers.homes)
         self.exchange_seconds = 0.0  # of `run`
         self.watched: int | None = None  # the lane that is computed again
         self.weights: dict[int, Tensor | None] = {}  # of the gradients, by lane; None is 1
@@ -330,8 +331,10 @@ class LanePass:
     def run(self) -> LaneSteps[list[Gradients]]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
         replicas = self.context.replicas
-        replicas.refresh()
-        self.context.buffers.begin_step(self.parameters)
+        if replicas.all[1:]:
+            replicas.refresh()
+        if self._has_buffers:
+            self.context.buffers.begin_step(self.parameters)
         sums = self._sums
         with generators_restored(), self.context.keep_casts():
             yield from in_turn(map(self._run_on, replicas.all))
@@ -427,7 +430,8 @@ class LanePass:
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers."""
         buffers, scalars = self.context.buffers, self.scalars
-        buffers.end_lanes(scalars.copy)
+        if self._has_buffers:
+            buffers.end_lanes(scalars.copy)
         scalars.wait()
         # per subtree; a parameter is missing only if no subtree has it
         missing = (
@@ -437,8 +441,8 @@ class LanePass:
         return {
             "lanes": scalars.results(),
             "missing": sorted(set.intersection(*missing)),
-            "buffers": buffers.written(),
-            "late": buffers.late(),
+            "buffers": buffers.written() if self._has_buffers else [],
+            "late": buffers.late() if self._has_buffers else [],
         }
 
     def divisors(self) -> list[tuple[int, float, list[float]]]:
@@ -472,10 +476,11 @@ class LanePass:
         batch = self.inputs.moved(lane, replica)
         if count == 0 and self.loss.reduction == "mean":  # 0 / 0; a sum may be over none
             return [None] * len(self.parameters)
-        with context.replicas.on(replica), context.plugins.lane(self, lane, batch):
+        device = NO_CONTEXT if replica.is_own_cpu else context.replicas.on(replica)
+        with device, context.plugins.lane(self, lane, batch):
             self._seed(lane)
             _, gradients = yield from self._compute(lane, replica, batch, count)
-            if context.lanes > 1:
+            if self._has_buffers and context.lanes > 1:
                 context.buffers.end_lane(lane, replica.number)
         return gradients
 
@@ -493,12 +498,14 @@ class LanePass:
             loss, metrics = split_loss(returned, lane)
         scalars = self.scalars.named(loss, metrics)
         self.scalars.note(lane, count, scalars)
-        if self.context.lanes > 1:  # a single lane leaves in buffers what it wrote
+        # a single lane leaves in buffers what it wrote
+        if self._has_buffers and self.context.lanes > 1:
             self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
         factor = self._factor(count)
         weight = None if factor is None else torch.full_like(loss, factor)
         self.weights[lane] = weight
-        return scalars, self._differentiate(lane, [loss], [weight], replica.of(self.parameters))
+        parameters = replica.of(self.parameters) if replica.number else self.parameters
+        return scalars, self._differentiate(lane, [loss], [weight], parameters)
 
     def _differentiate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -198,3 +199,9 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
     read = copies.of(tensors)
     copies.wait()
     return [tensor.double().reshape(-1).tolist() for tensor in read]
+
+
+def worst_of(losses: Sequence[float]) -> int:
+    """Return the number of the first loss that is not finite, or of the highest."""
+    badness = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    return badness.index(max(badness))

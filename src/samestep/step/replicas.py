@@ -136,6 +136,7 @@ class Replica:
 
     def __init__(self, number: int, device: torch.device, lanes: range) -> None:
         self.number, self.device, self.lanes = number, device, lanes
+        self.is_own_cpu = number == 0 and device.type == "cpu"  # nothing to swap or make current
         self.copier = BatchCopier(device)
         # One per home, none on device 0. While this device computes, the tensors that it replaced.
         self.tensors: list[Tensor] = []

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.base import World
 from samestep.step.flat_buffer import FlatBuffer
-from samestep.step.gradients import Gradients, Parameters
+from samestep.step.gradients import Parameters
 from samestep.step.guards import GradientSeal
 from samestep.step.layout import ALIGNMENT, flattened
 from samestep.torch_internals import GradScalerHooks, foreach_mul_
@@ -23,22 +23,6 @@ def scaled(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     if gradient.dtype != dtype:  # `to` takes a microsecond even if there is nothing to do
         gradient = gradient.to(dtype)
     return gradient if scale == 1.0 else gradient.mul_(scale)
-
-
-def scaled_together(gradients: Gradients, parameters: Parameters, scale: float) -> Gradients:
-    """Return gradients in the dtypes of their parameters, times `scale`, as `scaled` does.
-
-    In one call: one per parameter takes microseconds, and usually there is nothing to do.
-    """
-    converted = [
-        gradient
-        if gradient is None or gradient.dtype == parameter.dtype
-        else gradient.to(parameter.dtype)
-        for gradient, parameter in zip(gradients, parameters, strict=True)
-    ]
-    if scale != 1.0 and (present := [g for g in converted if g is not None]):
-        foreach_mul_(present, scale)
-    return converted
 
 
 def clip_gradients(
@@ -98,20 +82,6 @@ def on_host(norm: Tensor) -> float | Tensor:
     that the GPU computes later.
     """
     return norm.item() if norm.is_cpu else norm.to("cpu", non_blocking=True)
-
-
-def learning_rate(optimizer: Optimizer) -> float | None:
-    """Return the largest learning rate of an optimizer's groups, None if a GPU has one of them."""
-    largest = None
-    for group in optimizer.param_groups:
-        rate: Any = group.get("lr")
-        if type(rate) is not float:  # in every step: a test of the type Tensor takes longer
-            if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu):
-                return None
-            rate = float(rate)
-        if largest is None or rate > largest:
-            largest = rate
-    return largest
 
 
 def _rows(parameter: Parameter) -> Tensor:

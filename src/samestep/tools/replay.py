@@ -23,7 +23,7 @@ from samestep.terminal import starting
 from samestep.tools import first_failure, started, table
 
 if TYPE_CHECKING:  # --help must not load torch
-    from samestep.run.replay import Request
+    from samestep.plugins.replay import Request
 
 # options that results depend on; they are those of the record
 OPTIONS: Final = (
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(f"--worker-count must be from 1 to the {lanes} lanes, got {count}")
     if options.debug and (options.lane is None or options.worker_count != 1):
         raise ConfigError("--debug needs --lane, and a single worker")
-    from samestep.run.replay import Request
+    from samestep.plugins.replay import Request
 
     with TemporaryDirectory(prefix="samestep-replay-") as name:
         folder = Path(name)

@@ -20,8 +20,8 @@ import torch
 from samestep.data.generators import OBSERVED
 from samestep.data.loader import LOADERS
 from samestep.errors import RecordError, VerifyError
+from samestep.plugins.observer import KILL
 from samestep.record.source import STARTS
-from samestep.run.observer import KILL
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
 from samestep.tools import first_failure, read_run, started

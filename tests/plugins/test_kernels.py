@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import samestep as ss
 from samestep.errors import LossError
-from samestep.step.deterministic import KERNELS, REFUSED, replaced_kernels
+from samestep.plugins.kernels import KERNELS, replaced_kernels
+from samestep.step.guards import REFUSED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu.md"
 DOUBLE = torch.float64

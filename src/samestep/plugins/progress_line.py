@@ -16,7 +16,7 @@ from samestep.cluster import ProcessInfo
 from samestep.handoff import TERMINAL, LauncherState
 from samestep.host import printable
 from samestep.metrics import Means
-from samestep.run.plugin import EndedStep, RunPlugin
+from samestep.plugin import EndedStep, RunPlugin
 from samestep.terminal import GAP, TerminalLine, columns_of
 
 SECONDS: Final = 0.25  # between two updates

@@ -24,13 +24,13 @@ from samestep.comm.base import World
 from samestep.data.batch import Incomplete
 from samestep.data.nested import tensors_in
 from samestep.errors import ConfigError, DataError, RecheckError
+from samestep.plugins.update_check import UpdateCheck
 from samestep.step.gradients import Gradients
 from samestep.step.hashing import begin_hashes, hashes_of, majority
 from samestep.step.lane_pass import LaneContext, LanePass, StepPlugin
 from samestep.step.lane_results import LaneScalars
 from samestep.step.layout import lanes_of
 from samestep.step.shard import Shard
-from samestep.step.update_check import UpdateCheck
 
 BATCH: Final = "the batch"
 LOSS: Final = "the loss"

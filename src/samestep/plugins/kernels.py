@@ -576,23 +576,6 @@ def _per_dimension(numbers: Iterable[int]) -> list[int]:
     return numbers * 3 if len(numbers) == 1 else numbers
 
 
-# parts of the names that torch gives to operations it refuses: what to write instead
-REFUSED: Final = {
-    "max_unpool": "torch.zeros(...).scatter(-1, indices, values), whose indices must differ",
-    "put_": "index_put_, with accumulate=True if indices may repeat",
-    "embedding_bag": "torch.nn.Embedding and a maximum over its rows",
-    "scatter_reduce": "reduce='sum' of logarithms",
-    "index_reduce": "index_add_, or scatter_reduce with 'sum', 'mean', 'amin' or 'amax'",
-    "roi_pool": "torchvision.ops.roi_align",
-    "ps_roi": "torchvision.ops.roi_align",
-    "deform_conv2d": "torch.nn.functional.grid_sample with a convolution",
-    "compute_grad_input": "torch.nn.functional.grid_sample with a convolution",  # of deform_conv2d
-    "quantized_resize": "a new tensor",
-    "median": "torch.median without out=",
-    "histc": "torch.histc without out=",
-    "bincount": "torch.bincount without out=",
-}
-
 KERNELS: Final[dict[str, Callable[..., Any]]] = {
     "nll_loss2d_forward": _nll_loss2d_forward,
     "_ctc_loss_backward": _ctc_loss_backward,

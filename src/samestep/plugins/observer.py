@@ -17,8 +17,8 @@ import torch
 
 from samestep.data.generators import can_seed, get_state, observe
 from samestep.data.search import KINDS, walk
-from samestep.run.divergence import summary
-from samestep.run.plugin import RunPlugin
+from samestep.plugin import RunPlugin
+from samestep.plugins.divergence import summary
 from samestep.snapshot.manifest import NAME
 from samestep.user_code import is_installed, is_users
 

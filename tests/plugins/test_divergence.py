@@ -11,8 +11,8 @@ import torch
 
 import samestep as ss
 from samestep.launch.attempt import WorkerFailure
-from samestep.run import divergence
-from samestep.run.divergence import LaneObserver, checksums, digest
+from samestep.plugins import divergence
+from samestep.plugins.divergence import LaneObserver, checksums, digest
 from samestep.step.lane_pass import LossSpec
 from tests.jobs import Net, events, fit, image_job, images, snapshots, train
 from tests.run import kinds

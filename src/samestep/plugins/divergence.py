@@ -19,7 +19,7 @@ from samestep.data.nested import tensors_in
 from samestep.data.random_state import set_generators
 from samestep.data.search import KINDS
 from samestep.errors import DivergenceError
-from samestep.run.plugin import RunPlugin
+from samestep.plugin import RunPlugin
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
 from samestep.step.hashing import (

@@ -25,11 +25,10 @@ from samestep.data.nested import mapped, tensors_in
 from samestep.data.origin import name_of
 from samestep.data.random_state import key, keyed
 from samestep.record.events import to_json
-from samestep.run.alerts import worst_of
 from samestep.step.gradients import Gradients
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import LanePass, StepPlugin, StepResult
-from samestep.step.lane_results import split_loss
+from samestep.step.lane_results import split_loss, worst_of
 from samestep.step.shard import Shard
 from samestep.storage import write_atomically
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.run import progress_line
-from samestep.run.plugin import EndedStep
-from samestep.run.progress_line import ProgressLine
+from samestep.plugin import EndedStep
+from samestep.plugins import progress_line
+from samestep.plugins.progress_line import ProgressLine
 from tests.terminal import shown, started
 
 # It trains until the test creates files: `print` to print, `stop` to end the loop.
@@ -92,7 +92,7 @@ def test_a_pipe_a_terminal_without_rows_and_an_option_show_no_line(
 HURRY = """
 import samestep, torch
 import samestep.terminal
-from samestep.run import progress_line
+from samestep.plugins import progress_line
 samestep.terminal.QUIET_SECONDS = progress_line.SECONDS = 0
 """
 

@@ -13,11 +13,12 @@ import samestep as ss
 from samestep.config import Config
 from samestep.errors import DivergenceError, OptimizerError, RecheckError
 from samestep.guards import plugins_of
-from samestep.step import shard, update_check
+from samestep.plugins import update_check
+from samestep.plugins.update_check import UpdateCheck
+from samestep.step import shard
 from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.shard import ELEMENTWISE, Shard
-from samestep.step.update_check import UpdateCheck
 from tests.bits import bits
 from tests.jobs import Net, classify, images
 from tests.step.test_lane_engine import LANES, backward, model_of

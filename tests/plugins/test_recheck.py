@@ -14,10 +14,10 @@ import samestep as ss
 from samestep.config import Config
 from samestep.errors import ConfigError, RecheckError
 from samestep.guards import plugins_of
-from samestep.step import recheck
+from samestep.plugins import recheck
+from samestep.plugins.recheck import LaneCheck, Recheck
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.layout import lanes_of
-from samestep.step.recheck import LaneCheck, Recheck
 from tests.jobs import Net, classify, fit, images
 from tests.run import kinds
 from tests.step.test_lane_engine import backward, gradients, model_of
