@@ -22,9 +22,7 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 def main() -> None:
     """Train, and print the speed."""
     job = Job.from_arguments()
-    graphs = "off"
-    if job.graph:  # "on" fails rather than measure eager lanes; CPUs have no graphs
-        graphs = "on" if job.device == "cuda" else "auto"
+    graphs = "on" if job.graph and job.device == "cuda" else "off"  # CPUs have none
     with ss.init(device=job.device, precision=job.precision, graphs=graphs) as run:
         model = run.replicate(job.network())
         job.compile(model)

@@ -4,7 +4,7 @@ usage: python -m benchmarks.recheck [--flips 1000] [--steps 10000] [--checks 40]
 
 - Flips: three workers check a lane in every step. In each trial, one bit is flipped on one of them:
   of activations or gradients, in one pass or in all of them, of a parameter, or of the optimizer's
-  state; and of the slice whose update is checked, in the state, before the update or after it.
+  state; and of the slice whose update is checked, before the update or after it.
   Whether a flip changed the checked lane is known from hashes of the same lane without it, and
   whether it changed an update from the same update without it. Every flip that did must be found
   before the update, or before a snapshot, and only that worker be named.
@@ -44,8 +44,7 @@ LANES: Final = 6
 BATCH: Final = 24
 EVERY: Final = 5  # steps between the checks whose cost is measured
 IN_LANES: Final = ("activations", "gradients", "parameters")
-# of a sharded optimizer: between two updates, before and after one
-IN_UPDATES: Final = ("sharded state", "slice before its update", "slice after its update")
+IN_UPDATES: Final = ("slice before its update", "slice after its update")  # sharded optimizers
 PLACES: Final = (*IN_LANES, "optimizer state", *IN_UPDATES)
 COMPARE: Final = LaneCheck.compare
 COMPARE_UPDATES: Final = UpdateCheck._compare  # noqa: SLF001
@@ -184,14 +183,12 @@ class Trials:
         def act(place: str) -> None:
             if flip is not None and flip.place == place:
                 for segment in segments:
-                    state = self._sharded.state[segment]
-                    flip.flip(state["momentum_buffer"] if place == IN_UPDATES[0] else segment)
+                    flip.flip(segment)
 
-        act(IN_UPDATES[0])
         self.run.backward(loss_fn, self._divided, batch)
-        act(IN_UPDATES[1])
+        act(IN_UPDATES[0])
         # before the hook that sends parameters
-        handle = self._sharded.register_step_post_hook(lambda *_: act(IN_UPDATES[2]))
+        handle = self._sharded.register_step_post_hook(lambda *_: act(IN_UPDATES[1]))
         self._sharded._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # noqa: SLF001
         try:
             self._sharded.step()
@@ -217,8 +214,7 @@ class Trials:
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
         self._update(batch)  # without a check: each optimizer has one in a step
-        # a flip of the state is compared before the update, which may round it off
-        is_changed = flip.place == IN_UPDATES[0] or changed != bytes_of(self._slices())
+        is_changed = changed != bytes_of(self._slices())  # the update may round a flip off
         is_changed = self.run.all_gather(is_changed)[flip.rank]
         is_right = error is not None and error.is_certain and error.ranks == (flip.rank,)
         self._count(flip, is_changed=is_changed, is_found=error is not None, is_right=is_right)
@@ -343,7 +339,7 @@ def train(steps: int, every: int, kind: str) -> tuple[int, int]:
     def compared_updates(check: UpdateCheck, rows: Sequence[Any]) -> None:
         nonlocal updates
         COMPARE_UPDATES(check, rows)
-        updates += all(row.hashes for row in rows)
+        updates += all(hashes for _, _, hashes in rows)
 
     patches = (
         patch.object(LaneCheck, "compare", compared),

@@ -42,7 +42,7 @@ def settings_applied(run: ss.Run, *trained: Any) -> Iterator[None]:
         if any((name in place) != (name in options) for name in KINDS):
             raise SettingsError(
                 f"the snapshot of step {run.step} has another kind of optimizer or learning rate "
-                "schedule than the settings; set optimizer.name and optimizer.policy as before, or "
+                "schedule than the settings; set the same optimizer and schedule as before, or "
                 "start a new run with another --dir"
             )
         changes |= dict.fromkeys(_apply(place, options))

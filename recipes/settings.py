@@ -395,8 +395,10 @@ def _hint(types: Mapping[str, str], key: str) -> str:
 
 def _nearest(types: Iterable[str], name: str, cutoff: float = 0.6) -> str | None:
     """Return the key that is meant by a similar one, by an alias, or by the last part of either."""
-    types, last = list(types), name.rpartition(".")[2]
+    types = list(types)
+    section, dot, last = name.rpartition(".")
     last = ALIASES.get(last, last)
+    name = section + dot + last
     # The last part of a key matters as much as all of it: depth=6 means model.depth=6.
     keys = {key.rpartition(".")[2]: key for key in reversed(types)} | {key: key for key in types}
     near = get_close_matches(name, keys, 1, cutoff) or get_close_matches(last, keys, 1, cutoff)

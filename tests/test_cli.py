@@ -276,6 +276,7 @@ def test_help_of_a_command(capsys):
         (["xyz"], "unknown command 'xyz'\n"),
         (["run", "--max-restart", "3", "train.py"], "did you mean --max-restarts?"),
         (["watch", "--prot", "1"], "did you mean --port?"),
+        (["run", "--n", "2", "train.py"], "unrecognized arguments: --n\n"),
         (["doctor", "--xyz"], "unrecognized arguments: --xyz\n"),
     ],
 )

@@ -204,6 +204,7 @@ def test_snapshot_every_is_in_steps_or_minutes():
         ),
         ({"lanes": True}, {}, "lanes must be an integer or none, got True"),
         ({"lanes": 0}, {}, "lanes must be at least 1, got 0"),
+        ({"graphs": "auto"}, {}, "graphs must be on or off, got 'auto'"),
         ({"deterministic": 1}, {}, "deterministic must be true or false, got 1"),
         ({"dir": 3}, {}, "dir must be a path or none, got 3"),
         (

@@ -385,19 +385,6 @@ def test_process_groups(tmp_path):
         dist.distributed_c10d._pg_map = former
 
 
-def test_calls_that_wait_for_a_device_are_noticed(monkeypatch):
-    waits = []
-    for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
-        monkeypatch.setattr(owner, "synchronize", lambda *_: waits.append("waits"))
-    with internals.before_device_waits(lambda: waits.append("noticed")):
-        torch.cuda.synchronize()
-        torch.cuda.Event.synchronize(None)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(torch.cuda.synchronize).result()
-    torch.cuda.Stream.synchronize(None)
-    assert waits == ["noticed", "waits", "noticed", "waits", "waits", "waits"]
-
-
 def test_a_device_may_recover_from_a_capture():
     assert hasattr(torch._C, "_cuda_endAllocateToPool")
     assert hasattr(torch.Generator, "graphsafe_set_state")

@@ -33,7 +33,8 @@ def main() -> int:
     add("--parallel", type=int, default=2, help="trials at a time (default: 2)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="durability-") as folder:
-        library = f"{folder}/calls.so"
+        # without spaces, which LD_PRELOAD would take for the ends of names
+        library = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_RDONLY)}/calls.so"
         if os.environ.get(LIBRARY, "").endswith("/calls.so"):
             from benchmarks.durability.trials import campaign  # loads torch
 

@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, BATCH_SIZE, LR = 8, 64, 0.003
+EPOCHS, BATCH_SIZE, LR = 8, 64, 0.01
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 
-EPOCHS, BATCH_SIZE, LR = 8, 64, 0.003
+EPOCHS, BATCH_SIZE, LR = 8, 64, 0.01
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

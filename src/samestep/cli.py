@@ -138,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
 def _meant(text: str, names: Iterable[str]) -> str:
     from difflib import get_close_matches  # only for errors: importing it takes 2 ms
 
-    matches = get_close_matches(text, names, 1)
+    matches = get_close_matches(text, names, 1, cutoff=0.65)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

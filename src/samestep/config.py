@@ -126,8 +126,8 @@ class Config:
     deterministic: bool = option(True, "use deterministic torch kernels")
     graphs: str = option(
         "off",
-        "whether GPUs compute lanes as CUDA graphs: off, auto (where that gives the same bits), or "
-        "on (an error where it does not)",
+        "whether GPUs compute lanes as CUDA graphs: off, or on for losses that can be captured (a "
+        "graph with other bits than an eager lane is an error)",
     )
     process_group: bool = option(
         False,
@@ -155,7 +155,8 @@ class Config:
         self._check_choice("device", "auto", "cpu", "cuda")
         self._check_choice("nonfinite_loss", "stop", "skip", "continue")
         self.skipped_steps  # noqa: B018  also reported here
-        self._check_choice("graphs", "auto", "on", "off")
+        if self.graphs not in {"on", "off"}:
+            raise _error("graphs", "on or off", self.graphs, ["on", "off"])
         if self.graphs == "on" and not self.deterministic:
             raise ConfigError(
                 'graphs="on" requires deterministic=True, because lanes are compared bit by bit'

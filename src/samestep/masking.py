@@ -37,7 +37,8 @@ _NAME: Final = r"-{0,2}\w[\w.+-]*"
 _NAMED: Final = re.compile(rf"({_NAME}|[+~]+{_NAME})(=|: +)(.+)", re.DOTALL)
 # a name within a text, before its value
 _NAME_WITHIN: Final = re.compile(
-    rf"(?<![\w./-])\\*[\"']?(?P<name>{_NAME})(?:\\*[\"']?\s*(?P<sign>[:=])\s*|(?P<space>\s+)(?!-))"
+    rf"(?<![\w./-])\\*[\"']?(?P<name>{_NAME})"
+    r"(?:\\*[\"']?\s*(?P<sign>[:=])\s*|(?P<space>\s+|\\*[\"'],\s*)(?!\\*[\"']?-))"
 )
 _QUOTED: Final = r"(?P<quote>\\*[\"'])(?:\\.|(?!(?P=quote))[^\\])*(?P=quote)|[{\[].*"
 _VALUES: Final = {  # by the sign before it; a password of a DSN may contain spaces
@@ -45,7 +46,10 @@ _VALUES: Final = {  # by the sign before it; a password of a DSN may contain spa
     ":": re.compile(rf"{_QUOTED}|[^,{{}}\]\n\"']+", re.DOTALL),
     None: re.compile(rf"{_QUOTED}|\S+", re.DOTALL),
 }
-_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)([^\s/?#]*@)?(\S*)")
+# the user of a URL; only a password that is no port may contain spaces
+_USER: Final = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)([^\s/?#]*@|[^\s/?#:@]*:(?!\d+\b)[^/?#@\n\"']*@)"
+)
 _PARAMETER: Final = re.compile(r"(?<=[?&;#])([^=&;#\s]+)=[^&;#\s'\"]+")
 
 
@@ -115,15 +119,15 @@ def mask_text(text: str) -> str:
 
 def mask_urls(text: str) -> str:
     """Return a text in which the URLs have neither users with passwords, nor secret parameters."""
-    return _URL.sub(_mask_url, text) if "://" in text else text
+    # the path of a URL may contain spaces and other URLs, so parameters may be anywhere behind it
+    before, sign, after = text.partition("://")
+    return _USER.sub(_mask_user, before + sign + _PARAMETER.sub(_mask_parameter, after))
 
 
-def _mask_url(url: re.Match[str]) -> str:
-    user = url[2] or ""
+def _mask_user(url: re.Match[str]) -> str:
     # a user alone may be a token on the web; elsewhere it names an account or a container
-    if ":" in user or url[1].lower().startswith(("http", "git", "ws")):
-        user = f"{MASK}@" * bool(user)
-    return url[1] + user + _PARAMETER.sub(_mask_parameter, url[3])
+    hides = ":" in url[2] or url[1].lower().startswith(("http", "git", "ws"))
+    return f"{url[1]}{MASK}@" if hides else url[0]
 
 
 def _mask_parameter(parameter: re.Match[str]) -> str:

@@ -310,33 +310,6 @@ def is_forked_after_cuda() -> bool:
     return torch.cuda._is_in_bad_fork()  # noqa: SLF001
 
 
-@contextmanager
-def before_device_waits(check: Callable[[], object]) -> Iterator[None]:
-    """In this block, call `check` before each call of this thread that waits for a GPU by name.
-
-    Waits of operations, such as `item`, are warnings of `torch.cuda.set_sync_debug_mode`.
-    """
-    thread = get_ident()
-    owners: Sequence[Any] = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
-    originals = [owner.synchronize for owner in owners]
-
-    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-        def synchronize(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == thread:
-                check()
-            return original(*args, **kwargs)
-
-        return synchronize
-
-    for owner, original in zip(owners, originals, strict=True):
-        owner.synchronize = checked(original)
-    try:
-        yield
-    finally:
-        for owner, original in zip(owners, originals, strict=True):
-            owner.synchronize = original
-
-
 def recover_from_capture(device: torch.device, pool: Any) -> None:
     """Let a device go on after the capture of a CUDA graph that failed.
 

@@ -22,7 +22,7 @@ def test_tests_that_the_page_names_exist():
         assert {name for other, name in NAMED if other == file} - functions == set()
 
 
-def test_each_reason_for_eager_lanes_is_on_the_page():
+def test_each_reason_against_a_graph_is_on_the_page():
     section = PAGE.partition("### What a lane may not do")[2].partition("Without a line")[0]
     rows = re.findall(r"\| (`.*) \|\n", section)  # their last cells
     assert len(rows) == len(NOTES | REFUSALS)

@@ -1,4 +1,4 @@
-"""Lanes as CUDA graphs: the bits of eager lanes, and what is computed eagerly instead."""
+"""Lanes as CUDA graphs: the bits of eager lanes, and what is refused or computed eagerly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.step import exchange, lane_graph, lane_results, overlap
-from samestep.step.graph_choice import NOTES, REFUSALS
+from samestep.step.graph_choice import NOTES, REFUSALS, Action, LaneKind
 from tests.gpu import test_compiled, test_float16
 from tests.gpu.simulated import VISIBLE
 from tests.gpu.test_same_bits import contrast, moved
@@ -23,7 +23,7 @@ from tests.jobs import Net, classify, fingerprint, images
 
 settings = types.ModuleType("settings")  # whose numbers no search sees
 settings.kl_weight = 0.5
-STEPS = 7  # the fourth one captures, the sixth one is the first to use a graph's results
+STEPS = 7  # the fourth one captures
 
 
 @contextmanager
@@ -87,11 +87,6 @@ class Maker:
         return loss_fn
 
 
-def expected_replays(lanes, *, first_used=5, captures=1, steps=STEPS):
-    """Return how often graphs are replayed: all lanes, and the comparisons before."""
-    return captures * 2 + (steps - first_used) * lanes
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -112,8 +107,7 @@ def test_graphs_have_the_bits_of_eager_lanes(options, gpus):
     expected, replays = gpus.call(trained, "off", **options)
     assert replays == 0
     result, replays = gpus.call(trained, "on", **options)
-    devices = options.get("devices", 1)
-    assert replays == expected_replays(options.get("lanes", 2), captures=devices)
+    assert replays == (STEPS - 3) * options["lanes"]  # some are only compared
     assert result == expected
 
 
@@ -168,11 +162,6 @@ def reading(model, batch):
 def with_number(model, batch):
     loss, metrics = classify(model, batch)
     return loss, {**metrics, "weight": 0.5}
-
-
-def synchronizing(model, batch):
-    torch.cuda.synchronize()
-    return classify(model, batch)
 
 
 class Recomputed(torch.autograd.Function):
@@ -269,73 +258,46 @@ def of_record(model, batch):
     return classify(model, (batch.pictures, batch.labels))
 
 
-# a reason in `REFUSALS`, the options of a training, and a part of the line
-FALLBACKS = [
-    ("function", {"loss_fn": Maker(), "steps": 9}, "define it once before the loop"),
-    (
-        "value",
-        {"loss_fn": scheduled, "before": raise_attribute, "steps": 10},
-        "state.weight, from 9.0 to 10.0",
-    ),
-    ("object", {"loss_fn": state.counting}, "a lane changes loss_fn.calls, from 2 to 3"),
-    ("generator", {"loss_fn": drawing_on_host}, "a lane draws from torch's generator of the CPU"),
-    ("wait", {"loss_fn": reading}, "waits for the device at "),
+# a reason in `REFUSALS`, the options of a training, and a part of the error
+REFUSED = [
+    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 1"),
+    ("bits", {"loss_fn": scheduled, "before": raise_attribute, "lanes": 1}, "step 4, lane 0"),
+    ("bits", {"loss_fn": drawing_on_host}, "lane 1 has other bits"),
+    ("capture", {"loss_fn": reading}, "A lane must not wait for the device, as item()"),
     ("metric", {"loss_fn": with_number}, "the metric 'weight' is not a tensor on the device"),
     (
         "batch",
         {"loss_fn": of_record, "collate_fn": records, "count": len},
         "a batch contains a Record",
     ),
-    ("wait", {"loss_fn": synchronizing}, "test_lane_graph.py:"),
     ("capture", {"before": refuse_capture}, "failed: AcceleratorError: operation not permitted"),
     ("capture", {"loss_fn": recomputing}, "a torch.autograd.Function calls backward() itself"),
     ("capture", {"loss_fn": clamping}, "a parameter has a hook of register_post_accumulate"),
     ("compiled", {"before": make_compiled_graphs}, "torch.compile makes CUDA graphs of its own"),
-    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 0 has other bits"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("reason", "options", "line"),
-    [
-        pytest.param(*case, marks=[pytest.mark.long] * (case[0] in {"capture", "compiled", "bits"}))
-        for case in FALLBACKS
-    ],
-)
-def test_lane_that_a_graph_would_not_repeat_is_eager(reason, options, line, gpus):
-    result, replays = gpus.call(trained, "auto", **options)
-    assert gpus.printed.count("lanes are computed eagerly, not as CUDA graphs") == 1
-    assert line in gpus.printed
-    assert replays == (2 if reason == "bits" else 0)
-    if reason in {"bits", "value", "function", "capture", "compiled"}:
-        assert result == gpus.call(trained, "off", **options)[0]
+@pytest.mark.parametrize(("reason", "options", "line"), REFUSED)
+def test_lane_that_a_graph_would_not_repeat_is_an_error(reason, options, line, gpus):
+    error, replays = gpus.call(trained, "on", **options)
+    assert error.startswith('graphs="on": ')
+    assert error.endswith('graphs="off" computes every lane eagerly')
+    assert line in error
+    assert (replays > 0) == (reason == "bits")
 
 
 def test_each_reason_is_tested():
-    assert {reason for reason, _, _ in FALLBACKS} == REFUSALS.keys()
+    assert {reason for reason, _, _ in REFUSED} == REFUSALS.keys()
 
 
-def test_graphs_on_makes_a_fallback_an_error(gpus):
-    result, _ = gpus.call(trained, "on", reading)
-    assert result.startswith('graphs="on", but lanes cannot be computed as CUDA graphs: a lane')
-    result, _ = gpus.call(trained, "on", with_kl, before=raise_weight)
-    assert (
-        "at step 4, lane 0 has other bits as a CUDA graph than eagerly, first in the loss" in result
-    )
-    assert "weight.fill_(x)" in result
-
-
-@pytest.mark.parametrize("graphs", ["auto", pytest.param("on", marks=pytest.mark.long)])
-def test_kl_weight_that_grows_after_the_first_steps_is_an_error(graphs, gpus):
+def test_kl_weight_that_grows_after_the_first_steps_is_an_error(gpus):
     grow = partial(raise_weight, first=10)
-    result, replays = gpus.call(trained, graphs, with_kl, before=grow, steps=40)
-    # the step is the 16th of the graph, which the fourth step captured
-    assert result.startswith(
-        "at step 18, lane 0 has other bits as a CUDA graph than eagerly, first"
-    )
-    assert "in the loss" in result
+    result, replays = gpus.call(trained, "on", with_kl, before=grow, steps=40)
+    # its 16th lane, in the eighth step of the graph, is before that, its 32nd is compared next
+    assert 'graphs="on": at step 18, lane 1 has other bits as a CUDA graph than eagerly' in result
+    assert "first in the loss" in result
     assert "weight.fill_(x)" in result
-    assert replays > 20
+    assert replays == 32
 
 
 def raise_tensor(step):
@@ -348,20 +310,7 @@ def test_weight_in_a_tensor_may_grow(gpus):
     expected, _ = gpus.call(trained, "off", **options)
     result, replays = gpus.call(trained, "on", **options)
     assert result == expected
-    assert replays == expected_replays(2)
-
-
-def change_of_each_epoch(step):
-    state.weight = 1.0 + step // 8
-
-
-@pytest.mark.long
-def test_value_that_changes_seldom_gets_another_graph(gpus):
-    options = {"loss_fn": scheduled, "before": change_of_each_epoch, "steps": 16}
-    expected, _ = gpus.call(trained, "off", **options)
-    result, replays = gpus.call(trained, "on", **options)
-    assert result == expected
-    assert replays > expected_replays(2)
+    assert replays == (STEPS - 3) * 2
 
 
 def embedded(model, batch):
@@ -413,40 +362,6 @@ def of_sizes(sizes, rounds):
     return len(replays)
 
 
-def without_memory(at):
-    """Train on a device whose memory is too small for a capture, or an eager lane beside graphs."""
-    from tests.gpu.simulated import graphs
-
-    failure = torch.OutOfMemoryError("CUDA out of memory")
-    if at == "capture":
-        graphs.refusals.append(failure)
-        return trained("auto")
-    if at == "graph":
-        replay = lane_graph.LaneGraph.forward
-
-        def forward(graph, work):
-            values = replay(graph, work)
-            if graph.calls == 3 and not settings.has_failed:
-                settings.has_failed = True
-                raise failure
-            return values
-
-        lane_graph.LaneGraph.forward, settings.has_failed = forward, False
-        return (*trained("auto"), settings.has_failed)
-    differentiate = torch.autograd.backward
-
-    def backward(*args, **options):
-        differentiate(*args, **options)
-        if graphs.captures and backward.fails_in:
-            backward.fails_in -= 1
-            if not backward.fails_in:
-                raise failure
-
-    backward.fails_in = 5  # the lane that is compared in the seventh step
-    torch.autograd.backward = backward
-    return (*trained("auto"), backward.fails_in)
-
-
 def copied_during_capture():
     """Return whether a thread can copy from the device, and wait for it, within a capture."""
     source = torch.arange(4.0, device="cuda")
@@ -470,9 +385,9 @@ def copied_during_capture():
 NOTED = [
     ("embed", trained, ("on", contrast), {"embed": embedded}, "a loss with embed= has two passes"),
     ("body", in_body, (6,), {}, "pass the loss to run.backward(loss_fn, model, batch)"),
-    ("batches", numbered, (36,), {}, "batches of lanes keep having other shapes"),
+    ("kinds", numbered, (17,), {}, "define the loss function once before the loop"),
+    ("kinds", trained, ("on", Maker()), {"steps": 17}, "and use tensors of few shapes"),
     ("graphs", of_sizes, ((4, 5, 6, 7, 8), 5), {}, "the device has 4 graphs already"),
-    ("memory", without_memory, ("capture",), {}, "too small for graphs and the capture of"),
 ]
 
 
@@ -490,34 +405,16 @@ def test_lanes_that_are_always_eager_are_said_once(reason, job, arguments, optio
     assert line in gpus.printed
     replays = result if isinstance(result, int) else result[1]
     assert (replays > 0) == (reason == "graphs")
-    if reason in {"embed", "memory"}:
-        eager = ("off", contrast) if reason == "embed" else ("off",)
-        assert result[0] == gpus.call(trained, *eager, **options)[0]
+    if job is trained:
+        assert result[0] == gpus.call(trained, "off", *arguments[1:], **options)[0]
 
 
 def test_each_note_is_tested():
     assert {reason for reason, *_ in NOTED} == NOTES.keys()
 
 
-@pytest.mark.long
-def test_eager_lane_gets_the_memory_of_graphs(gpus):
-    result, replays, fails_in = gpus.call(without_memory, "eager lane")
-    assert "too small for graphs and an eager lane" in gpus.printed
-    assert fails_in == 0
-    assert replays == 2 + 2 + 1
-    assert result == gpus.call(trained, "off")[0]
-
-
-@pytest.mark.long
-def test_last_lane_of_several_workers_gets_the_memory_of_graphs(gpus):
-    expected = gpus.call(trained, "off")[0]
-    for result in gpus.workers(2, without_memory, "graph", **{VISIBLE: "0,1"}):
-        assert result == (expected, 2 + 1, True)
-    assert "too small for graphs and an eager lane" in gpus.printed
-
-
-def without_memory_between_buckets():
-    """Train with a capture that fails while its backward pass is cut."""
+def trained_after_a_failure():
+    """Train after a capture that failed while its backward pass was cut."""
     from tests.gpu.simulated import graphs
 
     exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 1 << 10
@@ -530,15 +427,17 @@ def without_memory_between_buckets():
         begin(graph, **options)
 
     graphs.CUDAGraph.capture_begin = capture_begin
-    return *trained("auto"), settings.begun
+    error, _ = trained("on")
+    return error, trained("off")[0], settings.begun
 
 
 @pytest.mark.long
 def test_pass_that_fails_while_it_is_captured_leaves_nothing_for_the_next_lane(gpus):
     expected = gpus.call(trained, "off")[0]
-    for result in gpus.workers(2, without_memory_between_buckets, **{VISIBLE: "0,1"}):
-        assert result == (expected, 0, 4)
-    assert "too small for graphs and the capture of another one" in gpus.printed
+    for error, result, begun in gpus.workers(2, trained_after_a_failure, **{VISIBLE: "0,1"}):
+        assert "the capture failed: OutOfMemoryError: CUDA out of memory" in error
+        assert result == expected
+        assert begun == 4
     assert "stream does not match" not in gpus.printed  # of a node that such a pass would leave
 
 
@@ -560,26 +459,19 @@ def test_capture_ends_also_where_the_lane_is_in_another_stream(gpus):
     assert has_ended
 
 
-@pytest.mark.parametrize(
-    ("probation", "lanes", "expected"),
-    [
-        (2, 2, {1: 0, 2: 0, 4: 0, 8: 1, 16: 0, 32: 1}),
-        (2, 1, {1: 0, 2: 0, 4: 0, 8: 0, 16: 0, 32: 0}),
-        # `samestep verify`: in the missing calls, the results of all lanes are used
-        (0, 1, dict.fromkeys(range(1, 33, 2), 0)),
-        (0, 2, {call: (call - 1) % 3 for call in range(1, 33) if call % 3}),
-    ],
-)
-def test_each_lane_is_compared_in_turn(probation, lanes, expected):
-    graph = lane_graph.LaneGraph(types.SimpleNamespace(batch=(), factor=None))
-    compared = {}
-    for call in range(1, 33):
-        for lane in range(lanes):
-            compares, is_first = graph.take_turn(call, probation)
-            assert is_first == (call <= probation)
-            if compares:
-                compared[call] = lane
-    assert compared == expected
+@pytest.mark.parametrize("lanes", [1, 3, 4])
+def test_each_lane_is_compared_in_turn(lanes):
+    kind = LaneKind([], graph=object())
+    compared = [n for n in range(101 * lanes) if kind.advance(0) is Action.COMPARE]
+    assert compared[:4] == [0, 1, 3, 7]
+    seldom = [n for n in compared if (n + 1) % 101 == 0]
+    assert {n % lanes for n in seldom} == set(range(lanes))
+
+
+def test_lanes_are_captured_after_some_calls():
+    kind = LaneKind([])
+    actions = [kind.advance(call) for call in (1, 1, 1, 1, 2, 5, 5, 6)]
+    assert actions == [Action.EAGER] * 7 + [Action.CAPTURE]
 
 
 def test_threads_may_use_the_device_during_a_capture(gpus):
@@ -691,7 +583,7 @@ def test_gradients_are_exchanged_between_the_graphs_of_the_last_lane(
         assert graphs > 2
         # a compared lane is computed eagerly as well, and exchanged after that
         assert events[0][: graphs + 1] == ["graph"] * graphs + ["copy"]
-        *others, last = events[2 : 2 + lanes // 2]  # of the first step without a comparison
+        *others, last = events[lanes : lanes + lanes // 2]  # of the first step without a comparison
         # a graph may complete several buckets
         assert [event for event, _ in groupby(last)] == ["copy"] + ["graph", "put"] * graphs
         assert all(other == ["copy"] + ["graph"] * graphs for other in others)
@@ -703,7 +595,7 @@ import torch
 import samestep as ss
 from tests.gpu import test_lane_graph as jobs
 
-with ss.init(lanes=2, graphs="auto") as run:
+with ss.init(lanes=2, graphs="on") as run:
     model = run.replicate(jobs.Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)

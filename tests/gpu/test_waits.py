@@ -50,7 +50,7 @@ def test_step_waits_once_for_a_device(lanes, gpus):
 
 @pytest.mark.parametrize(
     "steps", [6, pytest.param(7, marks=pytest.mark.long)]
-)  # of which the last one compares a lane, or does not
+)  # of which the last one does not compare a lane, or does
 def test_step_with_graphs_waits_once(steps, gpus):
     waits = gpus.call(waits_of, 2, graphs="on", steps=steps)
     assert waits == (["event on cuda:0"], [])

@@ -41,7 +41,6 @@ ALLOWED = {
     "step/guards.py optimizer.add_param_group": "torch: a method that is refused from then on",
     "torch_internals.py optimizer._opt_called": "torch: what a scheduler reads",
     "torch_internals.py kind.apply": "torch: a method that is checked from then on",
-    "torch_internals.py owner.synchronize": "torch: calls that are noticed from then on",
     "torchmetrics.py leaf.*": "torchmetrics: its states have no public setter",
     "metrics.py copy.metric": "a copy is unpickled, so no constructor runs",
     "watch/server.py app.router.redirect_slashes": "FastAPI: not an argument",

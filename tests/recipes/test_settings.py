@@ -363,6 +363,12 @@ class WithRate(Outer):
     learning_rate: float = setting(1.0, "a rate")
 
 
+@pytest.mark.parametrize("key", ["lr", "inner.lr", "learning-rate"])
+def test_a_setting_is_suggested_for_what_other_programs_call_it(key):
+    with pytest.raises(SettingsError, match="did you mean learning_rate"):
+        read(WithRate, [f"{key}=3"])
+
+
 @pytest.mark.parametrize(
     ("words", "instead"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -149,7 +150,9 @@ def test_the_alert_of_a_spike_names_lane_samples_and_command(recorded):
     (alert,) = [event for event in read_history(recorded) if event["event"] == "loss_alert"]
     assert (alert["step"], alert["lane"], alert["worker"], alert["loop"]) == (STEP, 2, 2, "train")
     assert alert["samples"][1] == f"{BAD} (points/{BAD}.txt)"
-    assert alert["replay"].startswith(f"samestep replay {recorded} --step {STEP} ")
+    assert alert["replay"].startswith(
+        f"samestep replay {shlex.quote(str(recorded))} --step {STEP} "
+    )
     assert alert["replay"].endswith(f"spike.py 512 {BAD} 1e4")
     assert "the loss is " in alert["reason"]
     # `keep_last` is 1, but the snapshot before the alert is still there
@@ -165,7 +168,7 @@ def test_a_run_that_stopped_at_a_nan_is_repeated_from_its_start(replay, tmp_path
     )
     assert done.returncode == 1
     assert f"its samples are {bad} (points/{bad}.txt), " in done.stderr
-    assert f"to look at it: samestep replay {tmp_path} --step 3 " in done.stderr
+    assert f"to look at it: samestep replay {shlex.quote(str(tmp_path))} --step 3 " in done.stderr
     status, printed = replay(tmp_path, arguments=(512, bad, "nan"), step=3)
     assert status == 0, printed
     assert "from the start" in printed

@@ -88,7 +88,7 @@ def test_the_script_has_all_options(script, tmp_path):
         "module load python",
         "export SAMESTEP_LANES=8",
         "export SAMESTEP_GRACE_PERIOD=90.5",
-        f"export SAMESTEP_DIR={tmp_path}/run",
+        f"export SAMESTEP_DIR={shlex.quote(f'{tmp_path}/run')}",
     }
 
 

@@ -316,25 +316,6 @@ def _function_parts(name: str, function: FunctionType) -> Iterator[Reference]:
     yield from _global_parts(code, function.__globals__)
 
 
-def global_references(name: str, value: Any) -> Iterator[Reference]:
-    """Yield references to globals, also numbers, that functions of an object of the user read."""
-    members = [value] if isinstance(value, FunctionType) else []
-    if type(value).__module__.partition(".")[0] not in _OPAQUE:
-        members += [member for kind in type(value).__mro__ for member in vars(kind).values()]
-    for member in members:
-        if isinstance(member, FunctionType) and is_users(member.__code__.co_filename):
-            yield from _all_globals(member.__code__, member.__globals__, name)
-
-
-def _all_globals(code: CodeType, names: dict[str, Any], owner: str) -> Iterator[Reference]:
-    for name in code.co_names:
-        if name in names:
-            yield Reference(f"{owner}: {name}", getitem, names, name)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _all_globals(constant, names, owner)
-
-
 def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Reference]:
     module = str(names.get("__name__")).replace("__mp_main__", "__main__")
     for name in code.co_names:

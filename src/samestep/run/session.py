@@ -272,7 +272,7 @@ class Session:
 
     def _say_of_graphs(self, text: str) -> None:
         if self._process.rank == 0:
-            announce(text, logging.WARNING if self.config.graphs == "on" else logging.INFO)
+            announce(text, logging.WARNING)
 
     def _follow(
         self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from samestep.data.lane_loop import LaneSteps
 from samestep.step.gradients import Gradients, take_gradients
-from samestep.step.graph_choice import GraphedLane, LaneGraphs
-from samestep.step.guards import is_out_of_memory, refuse_accumulated
-from samestep.step.lane_graph import Cuts, LaneValues, LaneWork, in_order
+from samestep.step.graph_choice import Action, LaneGraphs
+from samestep.step.guards import refuse_accumulated
+from samestep.step.lane_graph import Cuts, LaneGraph, LaneValues, LaneWork, in_order
 from samestep.step.lane_pass import LanePass, LossFn
 from samestep.step.lane_results import split_loss
 from samestep.step.replicas import Replica
@@ -32,38 +32,20 @@ class GraphedPass(LanePass):
         self._graphs.judge()
         return report
 
-    def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
-        """Compute a lane, and once more if graphs hold the memory that it needs."""
-        try:
-            return (yield from super()._gradients(lane, replica))
-        except (MemoryError, RuntimeError) as error:
-            # a loop that computes the loss has shown its lane, and others may get its gradients
-            is_repeatable = self.loss.fn is not None and not self.context.world.is_exchanging
-            if not (is_out_of_memory(error) and is_repeatable and self._graphs.give_way()):
-                raise
-        self._forget(lane, replica)
-        return (yield from super()._gradients(lane, replica))
-
-    def _forget(self, lane: int, replica: Replica) -> None:
-        """Return to the state before a lane that failed."""
-        with self.context.replicas.on(replica):
-            self.context.buffers.rewind(replica.number, lane)
-        take_gradients(replica.of(self.parameters))
-        self.scalars.forget(lane)
-
     def _compute(
         self, lane: int, replica: Replica, batch: Any, count: float
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         work = self._work(lane, replica, batch, self._factor(count))
-        with self._graphs.lane(work) as graphed:
-            if graphed is not None:
-                if (values := graphed.forward()) is not None:
-                    return values.scalars, self._replayed(lane, replica, count, graphed, values)
-                if graphed.is_compared:
-                    self.delay_exchange(lane)
-            scalars, gradients = yield from super()._compute(lane, replica, batch, count)
-            if graphed is not None:
-                graphed.check(scalars, gradients)
+        action, graph = self._graphs.advance(work)
+        if graph is None:
+            return (yield from super()._compute(lane, replica, batch, count))
+        if action is Action.REPLAY:
+            values = graph.forward(work)
+            return values.scalars, self._replayed(lane, replica, count, graph, values)
+        expected = graph.results(work)
+        self.delay_exchange(lane)
+        scalars, gradients = yield from super()._compute(lane, replica, batch, count)
+        self._graphs.compare(work, expected, work.named(scalars, gradients))
         return scalars, gradients
 
     def _work(self, lane: int, replica: Replica, batch: Any, factor: float | None) -> LaneWork:
@@ -107,7 +89,7 @@ class GraphedPass(LanePass):
         return LaneValues(scalars, changes, list(gradients))
 
     def _replayed(
-        self, lane: int, replica: Replica, count: float, graphed: GraphedLane, values: LaneValues
+        self, lane: int, replica: Replica, count: float, graph: LaneGraph, values: LaneValues
     ) -> Gradients:
         """Note the results of a lane's forward pass, and compute its gradients, with graphs."""
         context, parameters = self.context, replica.of(self.parameters)
@@ -116,9 +98,9 @@ class GraphedPass(LanePass):
             changes = values.changes
             context.buffers.note_changes(lane, replica.number, changes, self.scalars.copy)
         if not self.overlap.groups or lane != context.own[-1]:
-            return in_order(graphed.backward(context.round_to), parameters)
+            return in_order(graph.backward(parameters, context.round_to), parameters)
         with self.overlap.active(self._sums) as self._in_exchange:
-            for complete in graphed.backward(None):  # the exchange rounds them
+            for complete in graph.backward(parameters, None):  # the exchange rounds them
                 for n, gradient in complete.items():
                     parameters[n].grad = gradient
                 self.overlap.take_complete()

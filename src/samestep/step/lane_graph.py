@@ -14,18 +14,21 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients, copied_gradients
-from samestep.step.reached_values import SCALARS, Scalar
 from samestep.torch_internals import foreach_copy_
 
-COMPARE_EVERY: Final = 100  # calls between comparisons; they are denser after the capture
+SCALARS: Final = (
+    bool, int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device,
+)  # fmt: skip
 
 
 @dataclass
@@ -58,6 +61,23 @@ class LaneWork:
     groups: Sequence[Sequence[int]]
     restart: Callable[[], None]
     round_to: torch.dtype | None
+
+    def named(
+        self, scalars: Mapping[str, Tensor], gradients: Gradients
+    ) -> dict[str, Tensor | None]:
+        """Return copies of what the lane has computed, by names for messages."""
+        pairs: list[tuple[str, Tensor | None]] = [
+            ("the loss" if name == "loss" else f"the metric {name!r}", value.clone())
+            for name, value in scalars.items()
+        ]
+        pairs += [(f"the buffer {name!r}", buffer.clone()) for name, buffer in self.buffers()]
+        pairs += [
+            (f"the gradient of {self.name_of(n)}", gradient) for n, gradient in enumerate(gradients)
+        ]
+        named: dict[str, Tensor | None] = {}
+        for name, value in pairs:  # a module may have the names of another one
+            named[f"{name} of another module {len(named)}" if name in named else name] = value
+        return named
 
 
 class Unsuitable(Exception):  # noqa: N818  a reason, which does not leave this module
@@ -157,11 +177,6 @@ class LaneGraph:
         if work.factor is not None:
             self._factor = torch.zeros((), dtype=torch.float64, device=work.device)
         self._last_factor: float | None = None
-        self.calls = 0  # of the loss since the capture, with this
-        self.used_at = 0  # the last call of any loss that used it
-        self._lanes = self._lanes_before = 0  # in that call, and in the one before
-        self._is_compared = False  # in that call
-        self._turns = 0  # calls in which a lane was due to be compared
 
     def _own(self, tensor: Tensor) -> Tensor:
         # also the strides, by which kernels are chosen
@@ -171,8 +186,8 @@ class LaneGraph:
         self._memory.append(own)
         return own
 
-    def capture(self, work: LaneWork, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the work, without computing it."""
+    def capture(self, work: LaneWork, pool: Any, stream: torch.cuda.Stream) -> list[str]:
+        """Capture the work, without computing it; return names of scalars that are on the host."""
         self._load(work)
         # nothing may be freed by chance during a capture, which needs all memory that is free
         torch.cuda.synchronize(work.device)
@@ -193,6 +208,8 @@ class LaneGraph:
         for n, gradient in enumerate(self._values.gradients):
             if gradient is not None:
                 self._complete[cuts.places.get(n, last)].append(n)
+        scalars = self._values.scalars
+        return [name for name, value in scalars.items() if value.device != work.device]
 
     def forward(self, work: LaneWork) -> LaneValues:
         """Compute the forward pass; return the values, without gradients until `backward`.
@@ -216,20 +233,14 @@ class LaneGraph:
             copies = copied_gradients(gradients, [parameters[n] for n in numbers], round_to)
             yield {n: copy for n, copy in zip(numbers, copies, strict=True) if copy is not None}
 
-    def take_turn(self, call: int, probation: int) -> tuple[bool, bool]:
-        """Count a lane of a call; return whether to compare it, and whether it is on probation."""
-        if self.used_at != call:
-            self.used_at, self.calls = call, self.calls + 1
-            self._lanes_before, self._lanes, self._is_compared = self._lanes, 0, False
-            self._turns += probation == 0 or _is_due(self.calls)
-        number, self._lanes = self._lanes, self._lanes + 1
-        is_first, is_due = self.calls <= probation, probation == 0 or _is_due(self.calls)
-        # each lane in turn, and in `samestep verify` none at the end, so that all are used
-        turns = max(1, self._lanes_before + (probation == 0))
-        turn = 0 if is_first else (self._turns - 1) % turns
-        compares = is_due and number >= turn and not self._is_compared
-        self._is_compared |= compares
-        return compares, is_first
+    def results(self, work: LaneWork) -> dict[str, Tensor | None]:
+        """Compute a lane to compare it, and return to the state before it."""
+        scalars = self.forward(work).scalars
+        named = work.named(
+            scalars, in_order(self.backward(work.parameters, work.round_to), work.parameters)
+        )
+        work.restart()
+        return named
 
     def _load(self, work: LaneWork) -> None:
         tensors = list(_tensors(work.batch))
@@ -258,7 +269,7 @@ def specs_of(batch: Any, device: torch.device) -> Iterator[Any]:
             yield name
             yield from specs_of(part, device)
     elif isinstance(batch, SCALARS):
-        yield Scalar.of(batch)
+        yield type(batch), repr(batch)  # of 0.0 and -0.0, which are equal, kernels differ
     else:
         raise Unsuitable(f"a {type(batch).__name__}")
 
@@ -291,8 +302,3 @@ def differs(left: Tensor, right: Tensor) -> Tensor:
     words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
     right = right.to(left.device)
     return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()
-
-
-def _is_due(calls: int) -> bool:
-    """Return whether a graph is compared in this call: more often after its capture."""
-    return calls % COMPARE_EVERY == 0 or calls & (calls - 1) == 0

@@ -134,11 +134,6 @@ class LaneScalars:
         """Add a lane whose scalars are copied already."""
         self._results.append((lane, count, copies))
 
-    def forget(self, lane: int) -> None:
-        """Forget a lane that is computed once more."""
-        self._results = [entry for entry in self._results if entry[0] != lane]
-        self._divisors = [entry for entry in self._divisors if entry[0] != lane]
-
     def wait(self) -> None:
         """Wait until all copies are complete: for all forward passes, not for the last backward."""
         self._copies.wait()

@@ -170,11 +170,7 @@ def _writes(func) -> bool:
 
 
 def install() -> None:
-    """Replace the graphs of `torch.cuda`, and its search for waits."""
+    """Replace the graphs of `torch.cuda`."""
     torch.cuda.CUDAGraph = CUDAGraph
     torch.cuda.is_current_stream_capturing = lambda: bool(LIBRARY.sim_is_capturing())
     torch.cuda.graph_pool_handle = lambda: next(_pools)
-    torch.cuda.get_sync_debug_mode = LIBRARY.sim_sync_debug_mode
-    torch.cuda.set_sync_debug_mode = lambda mode: LIBRARY.sim_set_sync_debug_mode(
-        {"default": 0, "warn": 1}.get(mode, mode)
-    )

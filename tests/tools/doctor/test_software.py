@@ -18,6 +18,7 @@ def test_torch_that_cannot_be_imported_is_a_problem(tmp_path):
     assert severity == "problem"
     assert failure in text
     assert "pip install torch" in text
+    assert "again when other programs have ended" in text
 
 
 def check_two_gpus(tmp_path, *, commands=TWO_GPUS, seen=2, build="12.4", **options):

@@ -14,7 +14,8 @@ def check_torch(case: Case) -> Iterator[Finding]:
     if case.failure:
         yield problem(
             f"torch could not be tested: {case.failure}.",
-            "python -c 'import torch.distributed' shows more; pip install torch",
+            "run python -c 'import torch.distributed', which shows more. If it works, run samestep "
+            "doctor again when other programs have ended; if not, pip install torch",
         )
 
 
