@@ -6,7 +6,7 @@ import ast
 import re
 
 from samestep.host import parse
-from samestep.step.graph_choice import NOTES, REFUSALS
+from samestep.plugins.graph_choice import NOTES, REFUSALS
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import samestep as ss
-from samestep.step import exchange, lane_graph, lane_results, overlap
-from samestep.step.graph_choice import NOTES, REFUSALS, Action, LaneKind
+from samestep.plugins import lane_graph
+from samestep.plugins.graph_choice import NOTES, REFUSALS, Action, LaneKind
+from samestep.step import exchange, lane_results, overlap
 from tests.gpu import test_compiled, test_float16
 from tests.gpu.simulated import VISIBLE
 from tests.gpu.test_same_bits import contrast, moved

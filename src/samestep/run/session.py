@@ -10,7 +10,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.masking import mask_urls
 from samestep.plugin import RunPlugin
 from samestep.plugins.divergence import DivergenceCheck, LaneObserver
+from samestep.plugins.graph_choice import LaneGraphs
+from samestep.plugins.graphed_pass import graphed
 from samestep.plugins.kernels import replaced_kernels
 from samestep.plugins.observer import StepObserver
 from samestep.plugins.progress_line import open_line
@@ -56,7 +58,6 @@ from samestep.run.step_times import StepTimes
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
 from samestep.snapshot.read import Snapshot
-from samestep.step.graph_choice import LaneGraphs
 from samestep.step.lane_engine import LaneEngine
 
 
@@ -257,7 +258,9 @@ class Session:
         graphs = None
         if self.replay is None:  # which looks into each lane
             graphs = LaneGraphs.of(self.config, self.devices[0], self._say_of_graphs)
-        engine = LaneEngine(self.world, self.config, self.config.lanes or 1, self.devices, graphs)
+        pass_of = None if graphs is None else partial(graphed, graphs)
+        lanes = self.config.lanes or 1
+        engine = LaneEngine(self.world, self.config, lanes, self.devices, pass_of)
         plugins = plugins_of(engine)
         if is_observed():  # `samestep verify` looks for changes by lanes
             plugins.insert(0, LaneObserver(self.world.rank, modules))
@@ -265,6 +268,8 @@ class Session:
             plugins.insert(0, self.replay)
         engine.use(plugins)
         self._exits.callback(engine.close)
+        if graphs is not None:
+            self._exits.callback(graphs.close)
         # of all optimizers, tracked or not
         hook = register_optimizer_step_pre_hook(engine.optimizers.before_step)
         self._exits.callback(hook.remove)

@@ -422,3 +422,12 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     if size > 8:  # two words each, in the last dim
         left, right, size = left.reshape(-1), right.reshape(-1), 8
     return torch.equal(left.view(INTEGERS[size]), right.view(INTEGERS[size]))
+
+
+def differs(left: Tensor, right: Tensor) -> Tensor:
+    """Return whether any bit differs, as a tensor, to avoid waiting for a GPU."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return torch.full((), fill_value=True, device=left.device)
+    words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
+    right = right.to(left.device)
+    return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()

@@ -29,7 +29,6 @@ from samestep.step.gradients import (
     scaled_together,
     stash_gradients,
 )
-from samestep.step.graphed_pass import GraphedPass
 from samestep.step.guards import (
     ModelGuard,
     OptimizerGuard,
@@ -148,8 +147,6 @@ class LaneEngine(LaneContext):
         """Remove all hooks, which would keep the models in memory."""
         self.manual.close()
         self._overlaps.close()
-        if self.graphs is not None:
-            self.graphs.close()
 
     def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
         """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
@@ -380,18 +377,13 @@ class LaneEngine(LaneContext):
     ) -> LanePass:
         """Return the passes of this worker's lanes for a loss.
 
-        A mean over items is computed lane by lane, perhaps with CUDA graphs. A loss of the whole
-        batch compares the embeddings of all lanes, so each lane has two passes: to its embeddings
-        and, when all workers have computed the loss, back from the gradients of its embeddings.
+        A mean over items is computed lane by lane. A loss of the whole batch compares the
+        embeddings of all lanes, so each lane has two passes: to its embeddings and, when all
+        workers have computed the loss, back from the gradients of its embeddings.
         """
-        kind = LanePass if self.graphs is None else GraphedPass
-        if self.shares(loss):
-            kind = WholeBatchPass
-        lane_pass = kind(self, loss, batch, call.parameters, seed, call.overlap)
-        if self.graphs is not None:
-            embeds = loss.embed is not None
-            self.graphs.begin(loss.fn, loss.model, seed[0], embeds=embeds)
-        return lane_pass
+        kind = WholeBatchPass if self.shares(loss) else LanePass
+        make = kind if self.pass_of is None else self.pass_of(kind, loss, seed[0])
+        return make(self, loss, batch, call.parameters, seed, call.overlap)
 
     def _end_buffers(self, reports: Sequence[Any], result: StepResult) -> None:
         """Agree on the buffers that any lane wrote, or return to those before a skipped batch."""

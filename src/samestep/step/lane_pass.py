@@ -27,7 +27,6 @@ from samestep.step.gradients import (
     copied_gradients,
     take_gradients,
 )
-from samestep.step.graph_choice import LaneGraphs
 from samestep.step.guards import (
     ManualGradients,
     explanation_of,
@@ -189,14 +188,14 @@ def _nested(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
 class LaneContext:
     """The lanes of one worker, with the devices, replicas and buffers that their passes use.
 
-    `graphs` may compute a lane.
+    `pass_of(kind, loss, step)` may return what creates another pass than one of a `kind`.
     """
 
     world: World
     config: Config
     lanes: int
     devices: Sequence[torch.device]
-    graphs: LaneGraphs | None = None
+    pass_of: Callable[[type[LanePass], LossSpec, int], Callable[..., LanePass]] | None = None
 
     def __post_init__(self) -> None:
         self.plugins = StepPlugins()

@@ -24,9 +24,9 @@ from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneBatch, LaneSteps, in_turn
 from samestep.data.random_state import generators_restored, key, keyed, set_generators
 from samestep.errors import LossError, OutOfMemoryError
+from samestep.step.buffers import differs
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
-from samestep.step.lane_graph import differs
 from samestep.step.lane_pass import LanePass, LossFn
 from samestep.step.lane_results import LaneScalars, split_loss
 from samestep.step.overlap import NO_OVERLAP

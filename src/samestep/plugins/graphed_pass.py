@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -10,33 +11,40 @@ import torch
 from torch import Tensor
 
 from samestep.data.lane_loop import LaneSteps
+from samestep.plugins.graph_choice import Action, LaneGraphs
+from samestep.plugins.lane_graph import Cuts, LaneGraph, LaneValues, LaneWork, in_order
 from samestep.step.gradients import Gradients, take_gradients
-from samestep.step.graph_choice import Action, LaneGraphs
 from samestep.step.guards import refuse_accumulated
-from samestep.step.lane_graph import Cuts, LaneGraph, LaneValues, LaneWork, in_order
-from samestep.step.lane_pass import LanePass, LossFn
+from samestep.step.lane_pass import LanePass, LossFn, LossSpec
 from samestep.step.lane_results import split_loss
 from samestep.step.replicas import Replica
 
 
+def graphed(
+    graphs: LaneGraphs, kind: type[LanePass], loss: LossSpec, step: int
+) -> Callable[..., LanePass]:
+    """Begin a call of `run.backward`; return what creates its pass instead of a `kind` of pass."""
+    graphs.begin(loss.fn, loss.model, step, embeds=loss.embed is not None)
+    return partial(GraphedPass, graphs=graphs) if kind is LanePass else kind
+
+
+@dataclass
 class GraphedPass(LanePass):
     """The passes of one worker's lanes, of which graphs compute those that they can."""
 
-    @property
-    def _graphs(self) -> LaneGraphs:
-        return cast(LaneGraphs, self.context.graphs)
+    graphs: LaneGraphs = field(kw_only=True)
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
-        self._graphs.end(self.scalars.copy)
+        self.graphs.end(self.scalars.copy)
         report = super().report(own_gradients)  # waits for the comparisons, too
-        self._graphs.judge()
+        self.graphs.judge()
         return report
 
     def _compute(
         self, lane: int, replica: Replica, batch: Any, count: float
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         work = self._work(lane, replica, batch, self._factor(count))
-        action, graph = self._graphs.advance(work)
+        action, graph = self.graphs.advance(work)
         if graph is None:
             return (yield from super()._compute(lane, replica, batch, count))
         if action is Action.REPLAY:
@@ -45,7 +53,7 @@ class GraphedPass(LanePass):
         expected = graph.results(work)
         self.delay_exchange(lane)
         scalars, gradients = yield from super()._compute(lane, replica, batch, count)
-        self._graphs.compare(work, expected, work.named(scalars, gradients))
+        self.graphs.compare(work, expected, work.named(scalars, gradients))
         return scalars, gradients
 
     def _work(self, lane: int, replica: Replica, batch: Any, factor: float | None) -> LaneWork:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.step.buffers import INTEGERS
 from samestep.step.gradients import Gradients, copied_gradients
 from samestep.torch_internals import foreach_copy_
 
@@ -293,12 +292,3 @@ def _mapped(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(_mapped(part, fn) for part in batch)
     return batch
-
-
-def differs(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether any bit differs, as a tensor, to avoid waiting for a GPU."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return torch.full((), fill_value=True, device=left.device)
-    words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
-    right = right.to(left.device)
-    return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()
