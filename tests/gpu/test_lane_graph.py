@@ -261,9 +261,9 @@ def of_record(model, batch):
 
 # a reason in `REFUSALS`, the options of a training, and a part of the error
 REFUSED = [
-    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 1"),
     ("bits", {"loss_fn": scheduled, "before": raise_attribute, "lanes": 1}, "step 4, lane 0"),
     ("bits", {"loss_fn": drawing_on_host}, "lane 1 has other bits"),
+    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 1"),
     ("capture", {"loss_fn": reading}, "A lane must not wait for the device, as item()"),
     ("metric", {"loss_fn": with_number}, "the metric 'weight' is not a tensor on the device"),
     (
@@ -278,7 +278,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "options", "line"), REFUSED)
+@pytest.mark.parametrize(
+    ("reason", "options", "line"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[1].get("loss_fn") is drawing_on_host))
+        for case in REFUSED
+    ],
+)
 def test_lane_that_a_graph_would_not_repeat_is_an_error(reason, options, line, gpus):
     error, replays = gpus.call(trained, "on", **options)
     assert error.startswith('graphs="on": ')

@@ -60,13 +60,8 @@ main_and_exit()
 """
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(LOADED_BEFORE_THE_FORK, marks=pytest.mark.long),
-        ASKS_NO_GPU_AND_STARTS_NO_THREAD,
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("program", [LOADED_BEFORE_THE_FORK, ASKS_NO_GPU_AND_STARTS_NO_THREAD])
 def test_preloading_leaves_a_process_that_can_fork(program):
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -189,8 +189,9 @@ def test_unused_parameter_is_unchanged(tmp_path):
     assert 0 < by_lane < 8
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # the first compilation takes minutes on a busy machine
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_model_gives_the_same_bits(backend, tmp_path):
     if backend == "inductor":
         needs("g++")

@@ -198,6 +198,7 @@ def test_an_unreachable_storage_is_reported_and_read_again_later(server, monkeyp
 
 
 @pytest.mark.usefixtures("environment")
+@pytest.mark.long
 def test_wrong_credentials_are_reported_at_the_start(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong := "a-wrong-secret")
     text = f"cannot list {RUNS}: PermissionError: The request signature we calculated"

@@ -279,6 +279,7 @@ def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
     assert bar.get_attribute("aria-label") == "Progress in this epoch"
 
 
+@pytest.mark.long
 def test_the_theme_follows_the_system_and_the_button(run, page):
     append(run, *losses(0, 1))
     brightness = (

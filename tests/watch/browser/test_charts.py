@@ -23,6 +23,7 @@ GROUPS = (
 
 
 @pytest.mark.parametrize("screen", [pytest.param("phone", marks=pytest.mark.long), "desktop"])
+@pytest.mark.long
 def test_the_box_of_values_is_beside_the_curves_with_full_names(run, page, screen):
     getattr(page, f"use_{screen}_screen")()
     other = run.with_name(f"{run.name}-{'long-name-' * 12}end")
@@ -152,6 +153,7 @@ def test_few_shown_runs_have_distinct_colors_among_many(run, page):
     assert page.run("return document.activeElement.type") == "checkbox"
 
 
+@pytest.mark.long
 def test_an_image_is_enlarged_by_mouse_and_keyboard(run, page):
     append(run, paint(run, 0, "red", (200, 100)), *losses(0))
     for screen in (page.use_desktop_screen, page.use_phone_screen):

@@ -125,6 +125,7 @@ def test_the_page_reconnects_to_a_restarted_server(run, page):
     page.open(run.name)
 
 
+@pytest.mark.long
 def test_an_unreadable_location_is_reported_until_it_is_readable(run, page, place):
     append(run, scalars(0, loss=1.0))
     page.open(run.name).points("loss", 1)

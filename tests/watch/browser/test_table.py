@@ -25,6 +25,7 @@ def wait_for_rows(page, *runs):
     page.wait_for([run.name for run in runs], f"return {ROWS}")
 
 
+@pytest.mark.long
 def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
     for folder, rate in ((run, 0.1), (place / next(names), 0.2)):
         settings = {"warmup": rate, "study": "columns"}
@@ -48,6 +49,7 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
     page.wait_for(chosen, COLUMNS)
 
 
+@pytest.mark.long
 def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(3)]
     for folder, length, age in zip(runs, (50, 5, 500), (1000, 3000, 2000), strict=True):
@@ -430,6 +432,7 @@ def test_a_run_that_only_the_table_has_yet_can_be_chosen(run, page):
         ("api/runs", "#runs [data-run='{}'] .name", "run={}&"),
     ],
 )
+@pytest.mark.long
 def test_news_while_a_button_is_pressed_lose_no_click(answer, selector, chosen, run, page):
     risen, other = (run.with_name(f"{run.name}-{number}") for number in range(2))
     append(risen, started(), scalars(0, a=0, accuracy=0.1))
