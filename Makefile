@@ -15,7 +15,7 @@ help:
 	@echo 'make demo        train a ViT on two workers, evaluate it, and verify that one worker does the same'
 	@echo 'make test        run all tests except the long ones'
 	@echo 'make test-core   run the tests of what makes a step and keeps it, for changes there'
-	@echo 'make test-long   run the long tests, which CI leaves out: about ten minutes on two cores'
+	@echo 'make test-long   run the long tests, which CI leaves out: about twenty minutes on two cores'
 	@echo 'make test-cuda-build  run the tests of GPUs, on simulated ones, with the default build of PyTorch: 6 GB'
 	@echo 'make test-gpu    prove on one NVIDIA GPU that runs have the same bits: about five minutes'
 	@echo 'make models      verify models of transformers, diffusers, PEFT and PyG: about fifteen minutes on two cores'
@@ -40,7 +40,7 @@ test-core: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal $(CORE)
 
 test-long: $(VENV)/ready-dev
-	$(BIN)/pytest --numprocesses 4 --dist worksteal -m long
+	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile long -m 'long or hypothesis'
 
 # The default build on Linux, which constraints of pip and local folders may replace by another one.
 test-cuda-build:

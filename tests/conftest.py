@@ -30,8 +30,11 @@ with suppress(ModuleNotFoundError), no_garbage_collection():
 
     torch.set_num_threads(1)
 adopt_orphans()
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("dev", deadline=None)
+# `make test-long` tries the properties on four times as many examples
+FEW = hypothesis.settings(deadline=None, max_examples=25)
+hypothesis.settings.register_profile("ci", FEW, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("dev", FEW)
+hypothesis.settings.register_profile("long", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
 
 

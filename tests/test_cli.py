@@ -223,7 +223,7 @@ def test_an_exit_status_needs_no_streams():
 @pytest.mark.parametrize(
     ("seed", "tunables"),
     [
-        (None, None),
+        pytest.param(None, None, marks=pytest.mark.long),
         pytest.param(None, "", marks=pytest.mark.long),
         pytest.param(None, "glibc.malloc.tcache_count=3", marks=pytest.mark.long),
         ("7", "glibc.malloc.tcache_count=3"),
@@ -319,6 +319,7 @@ def test_an_old_torch_is_named_with_what_is_needed():
         assert (message in done.stderr) == (done.returncode != 0) == is_old
 
 
+@pytest.mark.long
 def test_an_old_torch_is_one_line_of_a_command(tmp_path):
     (tmp_path / "train.py").touch()
     code = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.5.1')"

@@ -42,6 +42,7 @@ def measured():
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc has mallopt")
+@pytest.mark.long
 def test_memory_that_a_step_freed_is_there_for_the_next_one():
     # In a process of its own: what others did before decides which of malloc's arenas a process
     # takes large tensors from.

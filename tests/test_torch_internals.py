@@ -304,6 +304,7 @@ def test_this_process_has_not_asked_cuda():
     assert internals.is_forked_after_cuda() is False  # tests/gpu/test_forks.py has the other case
 
 
+@pytest.mark.long
 def test_the_compiler_is_what_optimizers_import():
     program = """
 import sys

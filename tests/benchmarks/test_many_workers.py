@@ -27,7 +27,14 @@ def measured(size, per_host, *, real):
         process.join()
 
 
-@pytest.mark.parametrize(("size", "real"), [(4, True), (16, False), (64, False)])
+@pytest.mark.parametrize(
+    ("size", "real"),
+    [
+        (4, True),
+        pytest.param(16, False, marks=pytest.mark.long),
+        pytest.param(64, False, marks=pytest.mark.long),
+    ],
+)
 def test_requests_are_linear_in_workers_or_hosts(size, real):
     phases = measured(size, 4, real=real)
 

@@ -7,6 +7,7 @@ from benchmarks.recheck import PLACES, WORKERS, flips, print_flips, train
 from tests.workers import run_workers
 
 
+@pytest.mark.long
 def test_every_flip_that_changes_what_is_compared_is_found(monkeypatch, capsys):
     """And the worker named; a flip that is not found is an error."""
     counts, *others = run_workers(flips, WORKERS, 48)

@@ -199,8 +199,12 @@ def test_srun_trains_on_two_nodes_what_one_worker_trains(cluster):
     ("options", "local"),
     [
         (("-N2", "-n4", "--mpi=pmi2"), [(0, 3), (1, 3), (2, 3), (0, 1)]),
-        (("-N2", "-n4", "--distribution=cyclic"), [(0, 3), (0, 1), (1, 3), (2, 3)]),
-        (("-N1", "-n3"), [(0, 3), (1, 3), (2, 3)]),
+        pytest.param(
+            ("-N2", "-n4", "--distribution=cyclic"),
+            [(0, 3), (0, 1), (1, 3), (2, 3)],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(("-N1", "-n3"), [(0, 3), (1, 3), (2, 3)], marks=pytest.mark.long),
         (("-N1", "-n1", *PRINT, ":", "-N1", "-n2"), [(0, 1), (0, 2), (1, 2)]),
     ],
     ids=["pmi2", "cyclic", "one node", "a step of two kinds"],
@@ -244,6 +248,7 @@ def test_variables_left_in_the_shell_are_found(cluster):
     assert done.stdout == ""
 
 
+@pytest.mark.long
 def test_without_srun_a_process_in_an_allocation_is_alone(cluster, tmp_path):
     shell = cluster.run("salloc", "-n2", *PRINT)
     assert [worker["started_by"] for worker in printed(shell.stdout)] == ["alone"]
@@ -261,6 +266,7 @@ def test_a_step_that_an_allocation_inherits_is_not_its_own(cluster):
     assert done.stdout == ""
 
 
+@pytest.mark.long
 def test_mpirun_in_an_allocation_sets_the_ranks(cluster, tmp_path):
     needs("mpirun")
     mpirun = ("mpirun", "--allow-run-as-root", "-x", "MASTER_ADDR=127.0.0.1", *PRINT)

@@ -165,6 +165,7 @@ def test_waiting_has_a_limit(channels):
     first.wait(awaited, SECONDS)
 
 
+@pytest.mark.long
 def test_the_limit_counts_from_the_last_tensor(channels):
     first, second = channels
     started = time.monotonic()

@@ -53,7 +53,14 @@ def model():
         return fingerprint(image_job(run)["model"].state_dict())
 
 
-@pytest.mark.parametrize("method", ["tcp", "file", "variables"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("tcp", marks=pytest.mark.long),
+        pytest.param("file", marks=pytest.mark.long),
+        "variables",
+    ],
+)
 def test_a_group_is_joined_by_several_runs_and_stays(method, model, tmp_path):
     port = free_port()
 
@@ -70,6 +77,7 @@ def test_a_group_is_joined_by_several_runs_and_stays(method, model, tmp_path):
     assert run_workers(body, 2) == [[each, each, 2] for each in expected]
 
 
+@pytest.mark.long
 def test_a_group_of_two_hosts_is_joined_by_a_new_group(model, monkeypatch, tmp_path):
     port = free_port()
 
@@ -161,6 +169,7 @@ def test_without_local_variables_workers_find_out_who_is_on_their_host(monkeypat
     assert run_workers(body, 3) == [(0, 0, 2), (1, 0, 1), (2, 1, 2)]
 
 
+@pytest.mark.long
 def test_a_default_group_on_request_ends_with_the_run():
     def body():
         seen, mean = [dist.is_initialized()], MeanMetric()

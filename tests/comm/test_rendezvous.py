@@ -138,7 +138,7 @@ def test_without_rank_zero_there_is_no_store():
     run_workers(body, 2)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_two_workers_with_one_rank_are_found_immediately(rank):
     def body():
         if os.environ["RANK"] == "3":
@@ -169,6 +169,7 @@ def test_another_program_in_the_store_is_an_error(garbage):
         run_workers(body, 2, environment=environment)
 
 
+@pytest.mark.long
 def test_a_launcher_s_store_serves_one_world_after_another():
     def body():
         shared_world().close()
@@ -184,6 +185,7 @@ def test_a_launcher_s_store_serves_one_world_after_another():
         run_workers(body, 2, environment=environment)
 
 
+@pytest.mark.long
 def test_workers_of_torchrun_ignore_what_earlier_attempts_left_in_its_store():
     both = get_context("fork").Barrier(2)
 

@@ -41,6 +41,7 @@ open_store(find_process(os.environ), "samestep/0", 20)[1].close()
 """
 
 
+@pytest.mark.long
 def test_a_process_that_exits_has_no_unclosed_sockets():
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(

@@ -313,7 +313,10 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param(phase, marks=[pytest.mark.long] * (phase != "exchanging")) for phase in PHASES],
+)
 def test_forming_ends_in_time_if_the_store_is_stopped(phase, monkeypatch):
     monkeypatch.setattr(store, "CALL_SECONDS", 1.0)
     port = free_port()

@@ -182,6 +182,7 @@ def test_workers_that_cannot_open_their_board_publish_their_own_status(monkeypat
     ]
 
 
+@pytest.mark.long
 def test_another_worker_publishes_for_a_host_s_first_one_that_is_stopped():
     def body():
         world = distributed_world(timeout=30, hosts=2)

@@ -233,7 +233,16 @@ def test_a_staged_world_conforms(workers):
     assert ranks == list(range(workers))
 
 
-@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2), (2, 4), (3, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("hosts", "workers"),
+    [
+        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(2, 2, marks=pytest.mark.long),
+        (2, 4),
+        pytest.param(3, 3, marks=pytest.mark.long),
+        pytest.param(4, 4, marks=pytest.mark.long),
+    ],
+)
 def test_a_world_of_several_hosts_conforms(hosts, workers):
     def body(world):
         assert len(world.hosts) == hosts
@@ -408,6 +417,7 @@ def test_a_worker_that_exits_while_sums_are_awaited_is_an_error():
     assert [outcome.exitcode for outcome in try_workers(body, 3)] == [0, 0, 7]
 
 
+@pytest.mark.long
 def test_the_timeout_of_a_swap_counts_from_its_first_message():
     """The program may begin to wait much later."""
     noticed = get_context("fork").Event()

@@ -120,6 +120,7 @@ def assert_chi_square(counts, expected):
     assert low <= statistic <= high
 
 
+@pytest.mark.long
 def test_samples_are_drawn_in_proportion_to_their_weights():
     weights = np.arange(50)
     indices = drawn(WeightedPlan(50, 50, 1, seed=5, order=Weighted(weights)), epochs=4000)

@@ -114,6 +114,7 @@ def growth(dataset, objects, epochs):
     return last - first
 
 
+@pytest.mark.long
 @forks
 def test_loader_processes_do_not_copy_a_packed_list():
     objects = 100_000

@@ -195,7 +195,15 @@ def test_every_order_is_equally_likely(size, number_of_orders):
     assert_uniform(counts, number_of_orders - 1)
 
 
-@pytest.mark.parametrize("size", [101, 1000, 65_536, 1_281_167])
+@pytest.mark.parametrize(
+    "size",
+    [
+        101,
+        1000,
+        pytest.param(65_536, marks=pytest.mark.long),
+        pytest.param(1_281_167, marks=pytest.mark.long),
+    ],
+)
 def test_large_sizes_are_uniform_over_epochs(size):
     """Values at some positions, and the distances to the next position's values, in 50 bins."""
     positions = [[0, 1], [1, 2], [size // 2, size // 2 + 1], [size - 2, size - 1]]

@@ -101,6 +101,7 @@ def test_a_lane_reads_two_windows_at_a_time_and_a_worker_its_share_of_the_shards
     assert shared <= workers - 1  # only shards at the ends of the workers' lanes
 
 
+@pytest.mark.long
 def test_each_sample_is_equally_likely_at_each_position():
     plan = make_plan([5] * 32, window=2, batch_size=16)
     counts = np.zeros((plan.size, 10), dtype=np.int64)
@@ -385,6 +386,7 @@ def send_files(directory, url):
         storage.Storage(url).send(path, path.name)
 
 
+@pytest.mark.long
 def test_a_real_s3_gives_the_same_samples_as_local_files(tmp_path):
     urls = write_shards(tmp_path / "far", [7, 3, 9, 5, 6, 8, 2, 4, 9, 5])
     folder = "s3://bucket/data"

@@ -42,7 +42,7 @@ def left_in(directory):
     return snapshot.step, fingerprint(snapshot.state), scalars
 
 
-@pytest.mark.parametrize("name", ["dcgan", "segmentation"])
+@pytest.mark.parametrize("name", [pytest.param("dcgan", marks=pytest.mark.long), "segmentation"])
 def test_two_workers_leave_the_bits_of_one(name, tmp_path):
     left = []
     for workers in (1, 2):

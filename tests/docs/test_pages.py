@@ -32,7 +32,16 @@ NOT_RUN_BLOCKS = {
     "needs transformers": 1,
     "needs webdataset": 1,
 }
-LONG_PAGES = ("README", "docs/index", "docs/tutorial", "docs/resume", "docs/determinism")
+LONG_PAGES = (
+    "README",
+    "docs/index",
+    "docs/tutorial",
+    "docs/resume",
+    "docs/determinism",
+    "docs/replay",
+    "docs/guides",
+    "docs/moving",
+)
 LONG = [ROOT / f"{name}.md" for name in LONG_PAGES]
 RUN = [
     pytest.param(page, marks=pytest.mark.long) if page in LONG else page

@@ -16,6 +16,8 @@ from tests.needs import needs
 from tests.python import run_python
 from tests.watch.browser.pages import browsing
 
+pytestmark = pytest.mark.long  # `make docs` builds it, too
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 from samestep import errors
 from samestep.host import parse
 from tests.docs.blocks import ROOT
@@ -42,16 +40,11 @@ def occurs(message: str, texts: list[str]) -> bool:
     return any(pattern.search(text) for text in texts)
 
 
-@pytest.fixture(scope="module")
-def texts():
-    """Return the strings in all sources."""
-    return [text for path in sorted(SOURCES.rglob("*.py")) for text in texts_of(path.read_text())]
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_a_quoted_message_exists(message, texts):
-    assert len(re.findall(r"\w", message)) >= LEAST_LETTERS
-    assert occurs(message, texts)
+def test_every_quoted_message_exists():
+    texts = [text for path in sorted(SOURCES.rglob("*.py")) for text in texts_of(path.read_text())]
+    short = [message for message in MESSAGES if len(re.findall(r"\w", message)) < LEAST_LETTERS]
+    assert short == []
+    assert [message for message in MESSAGES if not occurs(message, texts)] == []
 
 
 def test_every_exception_has_an_entry():

@@ -16,8 +16,6 @@ from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.target import Target
 from tests.workers import run_workers
 
-INPUTS = 60  # of each target
-
 
 class Evil:
     def __reduce__(self):
@@ -114,5 +112,6 @@ def test_an_occasional_failure_is_found_and_can_be_reproduced(monkeypatch):
     assert list(violations(5, [failures[-1][1]], "picky")) == failures[-1:]
 
 
-def test_all_readers_follow_the_rules():
-    assert list(violations(1, range(INPUTS * len(names())))) == []
+@pytest.mark.parametrize("inputs", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_all_readers_follow_the_rules(inputs):
+    assert list(violations(1, range(inputs * len(names())))) == []

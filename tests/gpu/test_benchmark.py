@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
 import torch
 
 from benchmarks import gpu, gpu_samestep
@@ -23,6 +24,7 @@ def measured(contender):
     return len(replays)
 
 
+@pytest.mark.long
 def test_contenders_with_graphs_measure_graphs(gpus):
     contenders = {each.title: each for each in gpu.EAGER if each.title.endswith("CUDA graphs")}
     assert {f"samestep, {lanes} lanes, CUDA graphs" for lanes in (4, 8)} < contenders.keys()

@@ -136,7 +136,11 @@ JOBS = [
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"), [job[1:] for job in JOBS], ids=[job[0] for job in JOBS]
+    ("options", "expected"),
+    [
+        pytest.param(*job, id=name, marks=[pytest.mark.long] * ("all embeddings" not in name))
+        for name, *job in JOBS
+    ],
 )
 def test_lanes_may_be_compiled_with_cuda_graphs(options, expected, gpus):
     eager, passes = gpus.call(trained, with_graphs=False, **options)
@@ -149,6 +153,7 @@ def test_lanes_may_be_compiled_with_cuda_graphs(options, expected, gpus):
             assert passes[number - 1] == "begin", passes
 
 
+@pytest.mark.long
 def test_last_lanes_of_workers_may_be_compiled_with_cuda_graphs(gpus):
     expected, _ = gpus.call(trained, with_graphs=False, lanes=4)
     results = gpus.workers(2, partial(trained, with_graphs=True, lanes=4), **{VISIBLE: "0,1"})

@@ -99,6 +99,7 @@ def trained(devices):
     return fingerprint(state), during, sorted(called)
 
 
+@pytest.mark.long
 def test_segmentation_and_ctc_have_the_same_bits(gpus):
     [expected, during, after] = gpus.call(trained, 1)
     assert {"nll_loss2d_forward", "adaptive_max_pool2d_backward"} <= set(during)
@@ -184,7 +185,13 @@ def verified_script(model, device):
     return VERIFIED.format(model=model.__name__, loss=loss, device=device)
 
 
-@pytest.mark.parametrize("model", VERIFIED_LOSSES)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[pytest.mark.long] * (model is not Speech))
+        for model in VERIFIED_LOSSES
+    ],
+)
 def test_verify_finds_the_same_bits(model, gpus, tmp_path):
     assert gpus.call(verified, tmp_path, verified_script(model, "cuda"), "-n", "1,2") == 0
     assert "the same at every step: n=1, n=2" in gpus.printed

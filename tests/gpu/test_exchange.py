@@ -29,9 +29,15 @@ def chosen(visible, variables, directory):
     [
         pytest.param(["0,1", "0,1"], {}, "NCCL", id="all are visible"),
         pytest.param(["2", "3"], {}, "NCCL", id="one each"),
-        pytest.param(["0,1", "1,2"], {}, "NCCL", id="different numbers"),
+        pytest.param(["0,1", "1,2"], {}, "NCCL", id="different numbers", marks=pytest.mark.long),
         pytest.param(["0", "0"], {}, "host memory", id="the same one"),
-        pytest.param(["0", "0"], {"NCCL_HOSTID": "{rank}"}, "NCCL", id="the same one, two hosts"),
+        pytest.param(
+            ["0", "0"],
+            {"NCCL_HOSTID": "{rank}"},
+            "NCCL",
+            id="the same one, two hosts",
+            marks=pytest.mark.long,
+        ),
         pytest.param(["0,1,2", "3,0"], {}, "host memory", id="one is shared by chance"),
     ],
 )
@@ -64,7 +70,7 @@ def found_without(names, directory):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["LOCAL_WORLD_SIZE"], id="as DeepSpeed's"),
+        pytest.param(["LOCAL_WORLD_SIZE"], id="as DeepSpeed's", marks=pytest.mark.long),
         pytest.param(["LOCAL_WORLD_SIZE", "LOCAL_RANK"], id="only MASTER_ADDR and ranks"),
     ],
 )
@@ -103,13 +109,17 @@ def peak_of_step(options, first_ranks=()):
 
 @pytest.mark.parametrize(
     ("first_ranks", "largest"),
-    [pytest.param([], 1.1, id="1 machine"), pytest.param([0, 2], 1.6, id="2 machines")],
+    [
+        pytest.param([], 1.1, id="1 machine"),
+        pytest.param([0, 2], 1.6, id="2 machines", marks=pytest.mark.long),
+    ],
 )
 def test_exchange_takes_little_more_memory_than_the_gradients(first_ranks, largest, gpus):
     for peak in gpus.workers(4, peak_of_step, {"lanes": 4}, first_ranks):
         assert 1.0 <= peak < largest
 
 
+@pytest.mark.long
 def test_sums_of_other_devices_are_fetched_in_turn(gpus):
     assert 1.0 <= gpus.call(peak_of_step, {"lanes": 4, "devices": 4}) < 3.3
 
@@ -148,6 +158,7 @@ def in_two_streams(steps):
     return losses, early
 
 
+@pytest.mark.long
 def test_gradients_of_another_stream_are_exchanged_after_backward(gpus):
     expected, _ = gpus.call(in_two_streams, 3)
     for losses, early in gpus.workers(2, in_two_streams, 3, **{VISIBLE: "0,1"}):

@@ -73,6 +73,7 @@ def closing(error, timeout=4.0):
         run.close()
 
 
+@pytest.mark.long
 def test_worker_that_failed_closes_its_run_without_waiting_for_nccl(gpus):
     first, second = gpus.ends_of(2, closing, ValueError("its own"), **{HANGS_AT: GATHER})
     assert isinstance(second.error, ValueError)
@@ -90,7 +91,9 @@ def ending(timeout=4.0):
             optimizer.step()
 
 
-@pytest.mark.parametrize("ends", [ending, partial(closing, None)])
+@pytest.mark.parametrize(
+    "ends", [ending, pytest.param(partial(closing, None), marks=pytest.mark.long)]
+)
 def test_hang_in_the_last_step_is_reported(ends, gpus):
     ends = gpus.ends_of(2, ends, **{HANGS_AT: GATHER})
     hang = one_hang(ends, gpus.printed)
@@ -111,6 +114,7 @@ def launched():
         ss.launch(failing, workers=2)
 
 
+@pytest.mark.long
 def test_launcher_names_the_worker_that_failed_while_nccl_hangs(gpus):
     gpus.call(launched)
 
@@ -119,8 +123,10 @@ def test_launcher_names_the_worker_that_failed_while_nccl_hangs(gpus):
     ("call", "what"),
     [
         (GATHER, "gathering parameters"),
-        ("all_to_all_single 1", "gathering parameters"),  # the last call that waits for it
-        ("broadcast 1", "replicating a model"),
+        pytest.param(
+            "all_to_all_single 1", "gathering parameters", marks=pytest.mark.long
+        ),  # the last call that waits for it
+        pytest.param("broadcast 1", "replicating a model", marks=pytest.mark.long),
     ],
 )
 def test_hang_of_nccl_is_reported(call, what, gpus):
@@ -141,6 +147,7 @@ def reading():
     train(read_late, timeout=60.0)
 
 
+@pytest.mark.long
 def test_hang_of_nccl_is_reported_while_the_program_waits_for_the_device(gpus):
     ends = gpus.ends_of(2, reading, **{HANGS_AT: GATHER})
     assert [end.exitcode for end in ends] == [1, 1]
@@ -189,6 +196,7 @@ def restarted(directory):
     return after, ss.launch(undisturbed, workers=2)
 
 
+@pytest.mark.long
 def test_workers_continue_from_memory_after_an_abort_by_nccl(gpus, tmp_path):
     after_restart, expected = gpus.call(restarted, tmp_path)
     assert after_restart == expected

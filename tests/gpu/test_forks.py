@@ -44,6 +44,7 @@ def launched_after_asking_without_gpus():
     return in_fork, launched()
 
 
+@pytest.mark.long
 def test_launcher_may_ask_the_driver_on_a_machine_without_gpus(gpus):
     assert gpus.call(launched_after_asking_without_gpus) == (True, "cpu")
 
@@ -96,6 +97,7 @@ def launched_settings():
     return ss.launch(nvml_setting, workers=2)
 
 
+@pytest.mark.long
 def test_launched_workers_ask_nvml_whether_there_are_gpus(gpus):
     assert gpus.call(launched_settings) == "1"
 

@@ -70,6 +70,7 @@ def trained(graphs, loss_fn=classify, *, before=None, steps=STEPS, lanes=2, batc
     return fingerprint(moved([model.state_dict(), losses])), len(replays)
 
 
+@pytest.mark.long
 def test_graphs_have_the_bits_of_eager_lanes_with_float16(gpus):
     options = {"fused": True, "shards": False, "steps": STEPS}
     with_graphs = gpus.call(test_float16.trained, {"graphs": "on"}, **options)
@@ -260,9 +261,9 @@ def of_record(model, batch):
 
 # a reason in `REFUSALS`, the options of a training, and a part of the error
 REFUSED = [
-    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 1"),
     ("bits", {"loss_fn": scheduled, "before": raise_attribute, "lanes": 1}, "step 4, lane 0"),
     ("bits", {"loss_fn": drawing_on_host}, "lane 1 has other bits"),
+    ("bits", {"loss_fn": with_kl, "before": raise_weight}, "step 4, lane 1"),
     ("capture", {"loss_fn": reading}, "A lane must not wait for the device, as item()"),
     ("metric", {"loss_fn": with_number}, "the metric 'weight' is not a tensor on the device"),
     (
@@ -277,7 +278,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "options", "line"), REFUSED)
+@pytest.mark.parametrize(
+    ("reason", "options", "line"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[1].get("loss_fn") is drawing_on_host))
+        for case in REFUSED
+    ],
+)
 def test_lane_that_a_graph_would_not_repeat_is_an_error(reason, options, line, gpus):
     error, replays = gpus.call(trained, "on", **options)
     assert error.startswith('graphs="on": ')
@@ -391,7 +398,13 @@ NOTED = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "job", "arguments", "options", "line"), NOTED)
+@pytest.mark.parametrize(
+    ("reason", "job", "arguments", "options", "line"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[0] in {"batches", "graphs", "memory"}))
+        for case in NOTED
+    ],
+)
 def test_lanes_that_are_always_eager_are_said_once(reason, job, arguments, options, line, gpus):
     assert reason in NOTES
     result = gpus.call(job, *arguments, **options)
@@ -425,6 +438,7 @@ def trained_after_a_failure():
     return error, trained("off")[0], settings.begun
 
 
+@pytest.mark.long
 def test_pass_that_fails_while_it_is_captured_leaves_nothing_for_the_next_lane(gpus):
     expected = gpus.call(trained, "off")[0]
     for error, result, begun in gpus.workers(2, trained_after_a_failure, **{VISIBLE: "0,1"}):
@@ -510,6 +524,7 @@ def of_at_once(model, batch):
     return nn.functional.cross_entropy(logits, batch[1])
 
 
+@pytest.mark.long
 def test_graphs_may_be_empty(gpus):
     for losses, numbers in gpus.workers(2, without_kernels_between_gradients, **{VISIBLE: "0,1"}):
         assert losses[:STEPS] == losses[STEPS:]
@@ -557,8 +572,8 @@ def trained_in_buckets(steps, **options):
     ("lanes", "shards", "loss_fn", "visible"),
     [
         (2, False, classify, "0,1"),
-        (4, True, nesting, "0,1"),
-        pytest.param(2, False, classify, "0", id="one device, no NCCL"),
+        pytest.param(4, True, nesting, "0,1", marks=pytest.mark.long),
+        pytest.param(2, False, classify, "0", id="one device, no NCCL", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_exchanged_between_the_graphs_of_the_last_lane(
@@ -638,6 +653,7 @@ def test_verify_compares_graphs_with_eager_lanes(gpus, tmp_path):
     assert "at step 4, lane 1 has other bits as a CUDA graph than eagerly" in gpus.printed
 
 
+@pytest.mark.long
 def test_verify_says_that_it_is_too_short_for_graphs(gpus, tmp_path):
     script = script_whose_weight_grows(STEPS)
     assert gpus.call(verified, tmp_path, script, "-n", "1", "--steps", "3") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torchmetrics
 
@@ -47,10 +48,12 @@ def seen():
         return run._world.backend, {str(tensor.device) for tensor in received}
 
 
+@pytest.mark.long
 def test_workers_that_each_see_one_gpu_do_not_share_it(gpus):
     assert gpus.workers(2, seen) == [("NCCL", {"cuda:0"})] * 2
 
 
+@pytest.mark.long
 def test_histograms_count_what_workers_have_on_devices(gpus, tmp_path):
     gpus.call(test_histogram.job, tmp_path / "one", True)
     gpus.workers(2, test_histogram.job, tmp_path / "two", True, **{VISIBLE: "0,1"})

@@ -75,15 +75,15 @@ def expected(gpus):
 @pytest.mark.parametrize(
     ("workers", "devices", "visible"),
     [
-        pytest.param(1, 2, "0,1", id="1 worker, 2 devices"),
+        pytest.param(1, 2, "0,1", id="1 worker, 2 devices", marks=pytest.mark.long),
         pytest.param(1, 3, "0,1,2", id="1 worker, 3 devices", marks=pytest.mark.long),
         pytest.param(1, 4, "0,1,2,3", id="1 worker, 4 devices", marks=pytest.mark.long),
         pytest.param(2, 1, "0,1", id="2 workers with NCCL"),
-        pytest.param(3, 1, "0,1,2", id="3 workers with NCCL"),
+        pytest.param(3, 1, "0,1,2", id="3 workers with NCCL", marks=pytest.mark.long),
         pytest.param(4, 1, "0,1,2,3", id="4 workers with NCCL", marks=pytest.mark.long),
         pytest.param(2, 2, "0,1,2,3", id="2 workers with 2 devices and NCCL"),
         pytest.param(2, 1, "0", id="2 workers that share a device"),
-        pytest.param(3, 1, "0,1", id="3 workers that share 2 devices"),
+        pytest.param(3, 1, "0,1", id="3 workers that share 2 devices", marks=pytest.mark.long),
     ],
 )
 def test_results_have_the_same_bits(workers, devices, visible, gpus, expected):
@@ -133,7 +133,7 @@ def sum_over_group():
     ("backend", "hosts"),
     [
         pytest.param("nccl", [0, 0], id="NCCL"),
-        pytest.param("nccl", [0, 0, 1], id="NCCL on 2 hosts"),
+        pytest.param("nccl", [0, 0, 1], id="NCCL on 2 hosts", marks=pytest.mark.long),
         pytest.param("cpu:gloo,cuda:nccl", [0, 0], id="gloo and NCCL", marks=pytest.mark.long),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_group_that_exists_is_joined_and_stays(backend, hosts, gpus, expected)
     ("options", "others"),
     [
         pytest.param({}, {"shards": False}, marks=pytest.mark.long),
-        ({"precision": "bfloat16"}, {}),
+        pytest.param({"precision": "bfloat16"}, {}, marks=pytest.mark.long),
         ({"exchange_dtype": "bfloat16"}, {"calls": 2, "loader_workers": 1}),
     ],
 )
@@ -185,6 +185,7 @@ def test_machines_give_all_workers_the_gradients_of_unsharded_optimizers(gpus, e
     assert gpus.workers(4, unsharded_on_machines) == [expected] * 4
 
 
+@pytest.mark.long
 def test_machines_add_up_gradients_before_they_send_them(gpus, expected):
     sent = {}
     for first_ranks in ([0, 2], [0, 3], [0, 1, 2, 3]):
@@ -227,6 +228,7 @@ def streamed(devices):
         return fingerprint(moved(streams_job(run)["model"].state_dict()))
 
 
+@pytest.mark.long
 def test_streams_have_the_same_bits(gpus):
     alone = gpus.call(streamed, 1)
     assert gpus.call(streamed, 2) == alone

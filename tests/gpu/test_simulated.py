@@ -289,6 +289,7 @@ def replaced_kernels():
     return device.REPLACED_KERNELS
 
 
+@pytest.mark.long
 def test_devices_take_the_place_of_those_of_a_cuda_build(gpus, gpus_of_cuda_build):
     """`make test-cuda-build` runs all these tests with the real one."""
     assert gpus_of_cuda_build.call(replaced_kernels) > 1000

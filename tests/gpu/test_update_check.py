@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 
 import samestep as ss
@@ -32,5 +33,6 @@ def trained(devices):
     return compared
 
 
+@pytest.mark.long
 def test_other_gpus_repeat_updates(gpus):
     assert gpus.workers(2, trained, 1) == [[True] * 2 * len(MAKE)] * 2

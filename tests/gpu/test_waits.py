@@ -41,17 +41,22 @@ def waits_of(lanes, *, layers=12, devices=1, shards=False, count=None, graphs="o
         return backward, rest
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize(
+    "lanes", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 4]
+)
 def test_step_waits_once_for_a_device(lanes, gpus):
     assert gpus.call(waits_of, lanes, count=items) == (["event on cuda:0"], [])
 
 
-@pytest.mark.parametrize("steps", [6, 7])  # of which the last one does not compare a lane, or does
+@pytest.mark.parametrize(
+    "steps", [6, pytest.param(7, marks=pytest.mark.long)]
+)  # of which the last one does not compare a lane, or does
 def test_step_with_graphs_waits_once(steps, gpus):
     waits = gpus.call(waits_of, 2, graphs="on", steps=steps)
     assert waits == (["event on cuda:0"], [])
 
 
+@pytest.mark.long
 def test_step_waits_once_for_each_device(gpus):
     backward, rest = gpus.call(waits_of, 4, devices=2)
     assert sorted(backward) == ["event on cuda:0", "event on cuda:1"]
@@ -305,6 +310,7 @@ def late_gradient(directory, at, *, snapshot_every=None, value="stop"):
     return f"finite: {is_finite}", run.step
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_is_noticed_before_it_is_saved(gpus, tmp_path):
     start = "the gradient is not finite at step {} in one of the lanes 0, 1 (worker 0), although"
     # in the next step, before the first snapshot after it, and at the end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def patched(text: str) -> set[str]:
     }
 
 
+@functools.cache
 def assignments() -> set[str]:
     """Return all such assignments of the package, as `FILE TARGET`."""
     return {

@@ -337,6 +337,7 @@ def test_it_exits_with_its_launcher():
     assert end_soon([pid])
 
 
+@pytest.mark.long
 def test_all_workers_of_a_host_may_connect_at_once():
     """Two connections each, more than strangers may have in a handshake."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

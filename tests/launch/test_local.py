@@ -397,7 +397,7 @@ def test_a_killed_worker_is_named(others):
     assert (caught.value.rank, caught.value.traceback) == (1, "")
 
 
-@pytest.mark.parametrize("handled", [False, True])
+@pytest.mark.parametrize("handled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_worker_that_the_launcher_stops_is_not_named(handled):
     def wait_to_be_stopped():
         if handled:
@@ -443,7 +443,14 @@ def test_an_exit_with_a_status_or_text_is_a_failure(code, message):
         launch(on_rank_one(lambda: sys.exit(code)))
 
 
-@pytest.mark.parametrize("others", [for_ever, ignoring_sigterm, wait_in_a_collective])
+@pytest.mark.parametrize(
+    "others",
+    [
+        for_ever,
+        pytest.param(ignoring_sigterm, marks=pytest.mark.long),
+        pytest.param(wait_in_a_collective, marks=pytest.mark.long),
+    ],
+)
 def test_others_end_after_a_failure(others):
     with pytest.raises(WorkerError, match="worker 1 failed first: ValueError: lost"):
         launch(on_rank_one(lambda: raise_(ValueError("lost")), others), timeout=1e6)
@@ -493,6 +500,7 @@ def test_exit_functions_of_a_worker_run_in_it_and_those_of_the_launcher_do_not(t
     assert [path.name for path in tmp_path.iterdir()] == ["worker"]
 
 
+@pytest.mark.long
 def test_workers_do_not_collect_the_launchers_garbage():
     collected_by = FORK.Value("i")
 
@@ -516,7 +524,10 @@ def test_workers_do_not_collect_the_launchers_garbage():
     assert collected_by.value == os.getpid()
 
 
-@pytest.mark.parametrize("body", [rank, on_rank_one(lambda: raise_(ValueError("lost")))])
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(rank, marks=pytest.mark.long), on_rank_one(lambda: raise_(ValueError("lost")))],
+)
 def test_nothing_stays_behind_in_the_launcher(body, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

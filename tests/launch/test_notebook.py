@@ -60,6 +60,7 @@ def test_a_failure_is_shown_with_what_workers_printed(executed):
     assert sorted(lines(executed[1])) == ["[1] worker 1 has 27", "worker 0 has 27"]
 
 
+@pytest.mark.long
 def test_the_stop_button_stops_the_workers(executed):
     [error] = outputs_of(executed[2], "error")
     assert error.ename == "KeyboardInterrupt"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -17,7 +16,6 @@ from samestep.launch import output as outputs
 from samestep.launch.output import Outputs
 from samestep.launch.screen import FileStream, Screen, standard_screens
 from tests.launch.processes import SOON_SECONDS, for_ever
-from tests.terminal import run_samestep
 
 FORK = multiprocessing.get_context("fork")
 EVERY_BYTE = bytes(byte for byte in range(256) if byte not in b"\r\n")
@@ -483,23 +481,6 @@ def test_a_second_stream_on_stdout_may_be_deleted(host):
     process.start()
     process.join()
     assert host.out() == b"here\n"
-
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "vit"
-SMALL = ["epochs=2", "evaluate_every=1", "batch_size=400", "model.depth=1", "model.width=16"]
-
-
-@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_rank_0_of_a_recipe_draws_a_bar_if_stderr_is_a_terminal(tmp_path, is_terminal):
-    command = ["run", "-n", "2", str(RECIPE / "train.py"), str(RECIPE / "digits.yaml"), *SMALL]
-    status, text = run_samestep(*command, folder=tmp_path, is_terminal=is_terminal)
-    assert status == 0
-    lines = text.split("\n")
-    scores = [line for line in lines if re.match(r"epoch \d: ", line)]
-    assert len(scores) == 2
-    bars = [line.rpartition("\r")[2] for line in lines if "8/8 [" in line]
-    assert bool(bars) is is_terminal
-    assert [bar for bar in bars if not (bar.startswith("100%") and len(bar) == 99)] == []
 
 
 def test_a_line_on_stdout_does_not_continue_a_bar_on_stderr():

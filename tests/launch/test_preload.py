@@ -60,6 +60,7 @@ main_and_exit()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [LOADED_BEFORE_THE_FORK, ASKS_NO_GPU_AND_STARTS_NO_THREAD])
 def test_preloading_leaves_a_process_that_can_fork(program):
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -79,7 +80,12 @@ def run_signaled(number, *words):
 @pytest.mark.parametrize(
     ("number", "status", "printed"),
     [
-        (signal.SIGINT, 130, ["imported on", "samestep: run was interrupted"]),
+        pytest.param(
+            signal.SIGINT,
+            130,
+            ["imported on", "samestep: run was interrupted"],
+            marks=pytest.mark.long,
+        ),
         (signal.SIGTERM, -signal.SIGTERM, []),
     ],
 )

@@ -125,9 +125,9 @@ def test_a_stopped_worker_is_replaced_after_the_timeout():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (lambda: end_by(signal.SIGSEGV), "killed by SIGSEGV"),
-        (lambda: end_by(signal.SIGABRT), "killed by SIGABRT"),
-        (lambda: os._exit(7), "exited with status 7"),
+        pytest.param(lambda: end_by(signal.SIGSEGV), "killed by SIGSEGV", marks=pytest.mark.long),
+        pytest.param(lambda: end_by(signal.SIGABRT), "killed by SIGABRT", marks=pytest.mark.long),
+        pytest.param(lambda: os._exit(7), "exited with status 7", marks=pytest.mark.long),
         (lambda: 1 / 0, "ZeroDivisionError"),
     ],
 )
@@ -136,6 +136,7 @@ def test_a_failure_of_the_program_is_not_retried(fault, message):
         launch(failing(fault))
 
 
+@pytest.mark.long
 def test_a_failure_before_the_run_began_is_not_retried():
     with pytest.raises(WorkerError, match="worker 1 failed first: killed by SIGKILL"):
         launch(lambda: end_by(signal.SIGKILL) if rank() == 1 else for_ever())
@@ -283,6 +284,7 @@ def test_a_group_is_killed_unless_another_process_has_its_leader_s_id(tmp_path):
 PTRACE_SEIZE = 0x4206
 
 
+@pytest.mark.long
 def test_a_worker_that_the_kernel_does_not_end_is_left_behind(monkeypatch, capfd):
     monkeypatch.setattr(worker_group, "KILL_SECONDS", 0.5)
     tracer = FORK.Value("i", 0)

@@ -94,6 +94,7 @@ def ssh_servers(nodes, folder):
         yield f"ssh -F none -i {shlex.quote(str(folder / 'user-key'))} -o {' -o '.join(options)}"
 
 
+@pytest.mark.long
 def test_a_run_over_ssh_ends_with_its_launcher_and_resumes(start, alone, tmp_path):
     with hosts(2) as nodes, ssh_servers(nodes, tmp_path) as shell:
         names = [f"root@{nodes[0].address} workers=1", nodes[1].address]

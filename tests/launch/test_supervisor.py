@@ -87,6 +87,7 @@ def test_two_hosts_leave_the_same_bits_as_one_worker(start, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+@pytest.mark.long
 def test_a_killed_worker_restarts_on_its_host(start, alone, tmp_path):
     fault = at(2, 1, 3, "kill")
     first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
@@ -98,7 +99,10 @@ def test_a_killed_worker_restarts_on_its_host(start, alone, tmp_path):
 
 @pytest.mark.parametrize(
     ("flipped", "error"),
-    [("flip", "RecheckError: worker 2 ("), ("flip parameter", "DivergenceError: workers differ")],
+    [
+        ("flip", "RecheckError: worker 2 ("),
+        pytest.param("flip parameter", "DivergenceError: workers differ", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_goes_on_without_a_host_whose_hardware_is_faulty(
     flipped, error, start, alone, tmp_path
@@ -131,6 +135,7 @@ def test_a_host_that_is_killed_is_left_out(start, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+@pytest.mark.long
 def test_a_host_that_is_killed_is_replaced(start, alone, tmp_path):
     fault = at(2, 1, 3, "wait")
     first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
@@ -219,6 +224,7 @@ def test_a_disconnected_host_is_left_out_and_stops(start, nodes, alone, tmp_path
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+@pytest.mark.long
 def test_a_cut_network_stops_nothing(start, nodes, alone, tmp_path):
     fault = at(2, -1, 3, "pause")
     first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
@@ -233,6 +239,7 @@ def test_a_cut_network_stops_nothing(start, nodes, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("impatient")
 def test_a_host_that_was_lost_joins_again(start, nodes, alone, tmp_path):
     fault = at(2, 1, 3, "wait once")
@@ -250,6 +257,7 @@ def test_a_host_that_was_lost_joins_again(start, nodes, alone, tmp_path):
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+@pytest.mark.long
 def test_a_first_host_that_is_killed_and_started_again_finds_the_others(start, alone, tmp_path):
     fault = at(2, 0, 3, "wait")
     first, other = start(0, "--nodes", "2", fault=fault), start(1, "--nodes", "2", fault=fault)
@@ -262,6 +270,7 @@ def test_a_first_host_that_is_killed_and_started_again_finds_the_others(start, a
     assert left_by_nodes(tmp_path / "run") == alone
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("impatient")
 def test_a_disk_that_stalls_loses_no_host(start_in, alone):
     with stalling_disk() as (folder, stall, recover):

@@ -85,6 +85,7 @@ def test_an_invalid_option_is_only_the_diagnosis(tmp_path):
     assert line.endswith("ConfigError: lane is not an option of samestep; did you mean lanes?")
 
 
+@pytest.mark.long
 def test_a_hang_names_the_worker_that_is_awaited(tmp_path):
     fault = "run.rank == 1 and run.step == 1 and time.sleep(3600)"
     status, lines = train(tmp_path, fault=fault, options="lanes=2, timeout=10.0", colors=True)
@@ -153,6 +154,7 @@ def test_ctrl_c_says_what_is_left_of_a_run(before, directory, saves, expected, t
     assert text.splitlines()[-1] == f"samestep: run was interrupted {where}"
 
 
+@pytest.mark.long
 def test_doctor_begins_with_the_verdict(tmp_path):
     status, text = run_samestep("doctor", folder=tmp_path, colors=True)
     verdict = r"\[32mno problems" if status == 0 else r"\[31m\d+ problems? to fix"

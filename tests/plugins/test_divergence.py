@@ -309,13 +309,13 @@ def spoiled_job(run):
     ("job", "options"),
     [
         (image_job, {}),
-        (image_job, {"precision": "bfloat16"}),
-        (image_job, {"devices": ["cpu", "cpu"]}),
+        pytest.param(image_job, {"precision": "bfloat16"}, marks=pytest.mark.long),
+        pytest.param(image_job, {"devices": ["cpu", "cpu"]}, marks=pytest.mark.long),
         (spoiled_job, {"nonfinite_loss": "continue"}),
         (kinds.vit_job(sharded=False), {}),
         (kinds.buffers_job, {}),
-        (kinds.streams_job, {}),
-        (kinds.mixed_dtypes_job, {}),
+        pytest.param(kinds.streams_job, {}, marks=pytest.mark.long),
+        pytest.param(kinds.mixed_dtypes_job, {}, marks=pytest.mark.long),
     ],
 )
 def test_ordinary_runs_raise_no_error(job, options):

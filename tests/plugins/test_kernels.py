@@ -364,7 +364,7 @@ def resized(data, dimensions):
     return data.draw(st.tuples(*[st.integers(1, 9)] * dimensions))
 
 
-@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_kernels_compute_what_torch_computes_for_any_shape_and_layout(data):
     dimensions = data.draw(st.integers(1, 3), "dimensions")
@@ -404,7 +404,7 @@ def test_kernels_compute_what_torch_computes_for_any_shape_and_layout(data):
         assert value.equal(same)
 
 
-@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_ctc_computes_what_torch_computes_for_any_lengths(data):
     steps, batch = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 3))

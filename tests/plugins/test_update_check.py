@@ -193,6 +193,7 @@ def test_every_optimizer_that_can_be_sharded_is_repeated_with_the_same_bits():
     assert first == second == [True] * 3 * (len(ELEMENTWISE) + 2)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_an_update_of_compiled_code_is_refused():
     hook = partial(UpdateCheck._before_update, None, None, (), {})

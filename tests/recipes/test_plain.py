@@ -75,6 +75,7 @@ def test_a_plain_script_is_short_and_knows_nothing_of_samestep(recipe):
     assert len(text.splitlines()) < 150
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script", [pytest.param("vit/plain.py", marks=pytest.mark.long), "vit/train.py"]
 )

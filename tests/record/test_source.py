@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError, RecordError
@@ -67,7 +67,6 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("parts")
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(CUTS), st.sampled_from(CUTS)), max_size=12),
     st.integers(0, 3),

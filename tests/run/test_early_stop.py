@@ -165,7 +165,7 @@ def with_scores(run, scores):
     return model, saved
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_best_snapshot_is_loaded_into_the_model(workers, tmp_path):
     def body():
         with start(tmp_path, keep_last=1) as run:
@@ -182,6 +182,7 @@ def test_best_snapshot_is_loaded_into_the_model(workers, tmp_path):
         assert run.best_snapshot().step == 8
 
 
+@pytest.mark.long
 def test_best_snapshot_may_be_in_the_remote_storage_only(tmp_path):
     def body(scores, directory):
         with start(tmp_path / directory, remote=f"file://{tmp_path}/remote", keep_last=1) as run:

@@ -240,7 +240,7 @@ def heavy_job(run):
     return image_job(run)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_full_disk_stops_the_run_and_keeps_the_previous_snapshot(workers, tmp_path):
     with full_disk(700_000) as disk:
         ends = ends_of(workers, heavy_job, disk / "run", lanes=8, keep_last=1)
@@ -280,8 +280,8 @@ def test_disk_without_space_for_the_record_stops_the_run():
         )
 
 
-@pytest.mark.parametrize("snapshot_every", [1, None])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("snapshot_every", [1, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_every, tmp_path):
     directory, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
 
@@ -371,7 +371,9 @@ def skipping_job(run, spoil):
     return states
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.long)]
+)
 def test_a_batch_with_a_nonfinite_loss_is_skipped_on_all_workers(value, tmp_path):
     def body(directory):
         with ss.init(lanes=4, dir=directory, nonfinite_loss="skip") as run:

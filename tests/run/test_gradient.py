@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -64,14 +64,12 @@ def count_items(batch):
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-@settings(max_examples=50)
 def test_gradient_with_count_is_that_of_the_mean_over_all_items(sizes):
     with ss.init(lanes=len(sizes)) as run:
         check_lanes(run, sizes, count_items)
 
 
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 70), lanes=st.integers(1, 9))
-@settings(max_examples=50)
 def test_gradient_of_a_short_batch_is_that_of_the_mean_over_its_samples(size, batch_size, lanes):
     inputs, targets = items(1, size)
     with ss.init(lanes=lanes) as run:
@@ -131,7 +129,15 @@ def regress_dict(model, batch):
     return regress(model, (batch["inputs"], batch["targets"]))
 
 
-@pytest.mark.parametrize("broken", [{0, 2, 3, 5, 13}, {0, 1, 2, 3}, set()], ids=str)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {0, 2, 3, 5, 13},
+        pytest.param({0, 1, 2, 3}, marks=pytest.mark.long),
+        pytest.param(set(), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_samples_dropped_by_collate_fn_have_no_weight(broken, loader_workers):
     dataset = WithBroken(broken)
@@ -159,6 +165,7 @@ def test_samples_dropped_by_collate_fn_have_no_weight(broken, loader_workers):
     assert run_workers(body, 2) == [alone, alone]
 
 
+@pytest.mark.long
 def test_samples_dropped_for_other_reasons_have_no_weight():
     inputs, targets = items(0, 24)
     targets = targets + 0.2
@@ -191,6 +198,7 @@ def test_samples_dropped_for_other_reasons_have_no_weight():
     assert run_workers(body, 2) == [alone, alone]
 
 
+@pytest.mark.long
 def test_a_stream_whose_samples_cannot_be_counted_needs_count():
     lanes = [{"epoch": [1], "inputs": x, "targets": y} for x, y in (items(0, 2), items(1, 5))]
 
@@ -272,7 +280,6 @@ def weigh(model, batch):
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=9))
-@settings(max_examples=50)
 def test_sum_is_divided_by_the_items_of_all_lanes(boxes):
     inputs = [
         torch.randn(len(numbers), 3, generator=torch.Generator().manual_seed(lane))
@@ -334,7 +341,7 @@ def weighted_gradient(reduction):
         return bits(gradient), means["loss"]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.long)])
 def test_class_weights_are_counted(reduction):
     expected = weighted_gradient(reduction)
     assert run_workers(partial(weighted_gradient, reduction), 3) == [expected] * 3

@@ -131,7 +131,7 @@ def soon():
     assert time.monotonic() - report.failed_at < GONE_SECONDS
 
 
-@pytest.mark.parametrize("alone_on_hosts", [False, True])
+@pytest.mark.parametrize("alone_on_hosts", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_data_set_that_never_returns(alone_on_hosts, reached, capfd):
     with soon() as reported:
         first, second = ends_of(
@@ -214,7 +214,7 @@ def test_worker_that_makes_a_different_call(job, call, cause, alone_on_hosts):
 
 
 @pytest.mark.usefixtures("unanswered")
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_stopped_worker(stopped):
     """Worker 0 runs the store, so no reports arrive while it is stopped."""
 
@@ -250,6 +250,7 @@ def test_stopped_worker(stopped):
     assert ends[stopped].exitcode == 1
 
 
+@pytest.mark.long
 def test_workers_that_were_all_suspended_for_longer_than_the_timeout_go_on():
     timeout, suspended = 5.0, 6.0
 

@@ -64,6 +64,7 @@ def resume(state, workers, job, directory, **options):
     ]
 
 
+@pytest.mark.long
 def test_first_copy_is_made_after_the_first_step(tmp_path):
     with open_launcher_state(1) as state:
         kill(state, 1, image_job, tmp_path, 1, hot_every="auto")
@@ -91,7 +92,10 @@ def saved_steps(directory, slow_rank):
     return steps
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1, None])
+@pytest.mark.parametrize(
+    "slow_rank",
+    [0, pytest.param(1, marks=pytest.mark.long), pytest.param(None, marks=pytest.mark.long)],
+)
 def test_a_save_waits_until_the_slowest_worker_has_time_for_it(slow_rank, tmp_path):
     expected = [1] if slow_rank is not None else list(range(1, STEPS + 1))
     with open_launcher_state(2) as state:
@@ -99,6 +103,7 @@ def test_a_save_waits_until_the_slowest_worker_has_time_for_it(slow_rank, tmp_pa
     assert saved == [expected] * 2
 
 
+@pytest.mark.long
 def test_run_is_recognized_by_a_relative_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_launcher_state(1) as state:
@@ -112,8 +117,8 @@ def test_run_is_recognized_by_a_relative_directory(tmp_path, monkeypatch):
     [
         pytest.param(image_job, 2, 2, marks=pytest.mark.long),
         (image_job, 2, 3),
-        (streams_job, 3, 1),
-        (streams_job, 1, 2),
+        pytest.param(streams_job, 3, 1, marks=pytest.mark.long),
+        pytest.param(streams_job, 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_replacement_workers_resume_from_the_in_memory_snapshot(job, before, after, tmp_path):
@@ -175,7 +180,7 @@ def train_while_the_disk_is_slow(directory):
         train(partial(image_job, hook=hook), directory, {"snapshot_every": 3, "hot_every": 1})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_memory_that_is_being_written_to_disk_is_not_overwritten(tmp_path, workers):
     with open_launcher_state(workers) as state:
         run_workers(
@@ -189,6 +194,7 @@ def test_memory_that_is_being_written_to_disk_is_not_overwritten(tmp_path, worke
     assert actual == expected
 
 
+@pytest.mark.long
 def test_snapshots_on_disk_are_also_in_memory(tmp_path):
     with open_launcher_state(1) as state:
         kill(state, 1, image_job, tmp_path, 5, committed=2, snapshot_every=2, hot_every=100)
@@ -204,6 +210,7 @@ def test_snapshot_on_disk_is_used_if_none_is_in_memory(tmp_path):
         assert resume(state, 1, image_job, tmp_path) == str(tmp_path / "step-00000004")
 
 
+@pytest.mark.long
 def test_run_that_has_begun_ignores_resume_never(tmp_path):
     run_workers(train, 1, image_job, tmp_path, {"keep_last": 1})
     with open_launcher_state(1) as state:
@@ -254,7 +261,10 @@ def counted(runs):
     return without_directory([made.append for made in steps]), steps
 
 
-@pytest.mark.parametrize(("runs", "expected"), [(1, [[5, 6, 7]]), (2, [[*range(STEPS)]] * 2)])
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [pytest.param(1, [[5, 6, 7]], marks=pytest.mark.long), (2, [[*range(STEPS)]] * 2)],
+)
 def test_copies_need_no_directory_and_belong_to_one_run(runs, expected):
     (undisturbed, _), _ = run_workers(counted, 2, 1)
     with open_launcher_state(2) as state:
@@ -268,7 +278,7 @@ def test_copies_need_no_directory_and_belong_to_one_run(runs, expected):
         ]
 
 
-@pytest.mark.parametrize("hot_every", ["none", "auto"])
+@pytest.mark.parametrize("hot_every", ["none", pytest.param("auto", marks=pytest.mark.long)])
 def test_hot_every_none_uses_no_memory(hot_every, tmp_path):
     with open_launcher_state(1) as state:
         environment = {**state.environment, "SAMESTEP_HOT_EVERY": hot_every}
@@ -297,7 +307,11 @@ def test_snapshots_on_disk_need_no_copy_of_their_own(tmp_path, monkeypatch):
     assert left_in(image_job, tmp_path / "run", lanes=8) == undisturbed
 
 
-@pytest.mark.parametrize("calls", [["memfd_create"], ["memfd_create", "pidfd_open"]], ids=",".join)
+@pytest.mark.parametrize(
+    "calls",
+    [["memfd_create"], pytest.param(["memfd_create", "pidfd_open"], marks=pytest.mark.long)],
+    ids=",".join,
+)
 def test_replacements_use_a_snapshot_on_disk_if_a_sandbox_refuses_memfd(calls, tmp_path):
     undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
 

@@ -103,11 +103,13 @@ def trained(inline, options, source="batches", name="samples", size=40):
     [
         pytest.param({}, "batches", "samples", id="samples"),
         pytest.param({"precision": "bfloat16"}, "groups", "samples", id="bfloat16 and groups"),
-        pytest.param({}, "batches", "count", id="count"),
+        pytest.param({}, "batches", "count", id="count", marks=pytest.mark.long),
         pytest.param({"devices": 2}, "batches", "sum", id="sum and two devices"),
-        pytest.param({}, "streams", "samples", id="streams"),
+        pytest.param({}, "streams", "samples", id="streams", marks=pytest.mark.long),
         pytest.param({}, "batches", "embed", id="embed"),
-        pytest.param({"lanes": 1}, "batches", "embed", id="embed with one lane"),
+        pytest.param(
+            {"lanes": 1}, "batches", "embed", id="embed with one lane", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_loop_has_the_bits_of_a_loss_function(options, source, name):
@@ -120,13 +122,13 @@ def test_a_loop_has_the_bits_of_a_loss_function(options, source, name):
 @pytest.mark.parametrize(
     ("workers", "name", "size", "environment"),
     [
-        pytest.param(3, "samples", 40, {}, id="one host"),
-        pytest.param(3, "samples", 17, {}, id="a worker without samples"),
+        pytest.param(3, "samples", 40, {}, id="one host", marks=pytest.mark.long),
+        pytest.param(3, "samples", 17, {}, id="a worker without samples", marks=pytest.mark.long),
         # gradients are exchanged during the backward pass of the last lane
         pytest.param(
             3, "samples", 40, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, id="three hosts"
         ),
-        pytest.param(2, "embed", 40, {}, id="embed"),
+        pytest.param(2, "embed", 40, {}, id="embed", marks=pytest.mark.long),
         pytest.param(3, "embed", 17, {}, id="embed and a worker without samples"),
     ],
 )

@@ -195,13 +195,13 @@ def scaled(run, model, optimizer, batch):
     "body",
     [
         in_place,
-        assigned,
+        pytest.param(assigned, marks=pytest.mark.long),
         adversarial_in_lanes,
-        adversarial_in_the_body,
+        pytest.param(adversarial_in_the_body, marks=pytest.mark.long),
         several_calls,
-        probe,
+        pytest.param(probe, marks=pytest.mark.long),
         unfrozen,
-        scaled,
+        pytest.param(scaled, marks=pytest.mark.long),
     ],
 )
 def test_other_uses_of_gradients_work(body):
@@ -304,7 +304,15 @@ def stepped_twice(run, model, optimizer, batch):
 
 
 @pytest.mark.parametrize(
-    "body", [clipped, without_the_bias, cleared, stepped_twice, several_calls, unfrozen]
+    "body",
+    [
+        clipped,
+        pytest.param(without_the_bias, marks=pytest.mark.long),
+        cleared,
+        pytest.param(stepped_twice, marks=pytest.mark.long),
+        pytest.param(several_calls, marks=pytest.mark.long),
+        unfrozen,
+    ],
 )
 def test_gradients_of_a_sharded_optimizer_can_be_cleared_and_clipped(body):
     same(body, sharded=True)

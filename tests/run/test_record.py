@@ -194,6 +194,7 @@ def sleepy(run):
         time.sleep(1.0 * run.rank)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_slow_in_user_code_is_the_slowest(tmp_path):
     run_workers(train, 2, sleepy, tmp_path, {"lanes": 2})
     first, second = view_of(tmp_path).summary()["workers"]

@@ -44,7 +44,12 @@ def undisturbed(tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after", "seed"),
-    [(2, 1, 0), (2, 3, 1), pytest.param(4, 2, 2, marks=pytest.mark.long), (3, 4, 3)],
+    [
+        (2, 1, 0),
+        pytest.param(2, 3, 1, marks=pytest.mark.long),
+        pytest.param(4, 2, 2, marks=pytest.mark.long),
+        (3, 4, 3),
+    ],
 )
 def test_killed_run_resumes_on_a_different_number_of_workers(
     before, after, seed, undisturbed, tmp_path
@@ -79,7 +84,11 @@ def snapshot_now_and_fail(run, *, job, at):
 
 @pytest.mark.parametrize(
     ("job", "at"),
-    [(image_job, 1), (image_job, 3), (streams_job, 3)],  # in an epoch, at its end, of streams
+    [
+        pytest.param(image_job, 1, marks=pytest.mark.long),
+        (image_job, 3),
+        pytest.param(streams_job, 3, marks=pytest.mark.long),
+    ],  # in an epoch, at its end, of streams
 )
 def test_a_failure_after_the_updates_of_a_step_loses_nothing_that_was_saved(job, at, tmp_path):
     undisturbed = left_by(job, tmp_path / "undisturbed", 1, lanes=8)
@@ -116,7 +125,7 @@ def test_run_resumes_from_every_step(undisturbed, tmp_path):
     assert left_in(image_job, tmp_path / "whole") == undisturbed
 
 
-@pytest.mark.parametrize("steps", [3, 6])
+@pytest.mark.parametrize("steps", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_streams_resume_at_their_position(steps, tmp_path):
     expected = left_by(streams_job, tmp_path / "whole", 1, lanes=8)
     run_workers(train, 2, streams_job, tmp_path / "parts", {"stop_after": steps})
@@ -129,7 +138,9 @@ ORDERS = [list(range(first, 101)) + list(range(first)) for first in (0, 50)]
 
 
 @pytest.mark.parametrize(
-    "order", [ss.Weighted(WEIGHTS), ORDERS.__getitem__], ids=["weights", "order"]
+    "order",
+    [ss.Weighted(WEIGHTS), pytest.param(ORDERS.__getitem__, marks=pytest.mark.long)],
+    ids=["weights", "order"],
 )
 def test_own_samples_resume_in_mid_epoch_on_another_number_of_workers(order, tmp_path):
     expected = left_by(partial(image_job, order=order), tmp_path / "whole", 1, lanes=8)
@@ -166,6 +177,7 @@ def epochs_of_other_lengths_job(run):
     return {"model": model, "optimizer": optimizer}
 
 
+@pytest.mark.long
 def test_each_epoch_of_an_own_loop_may_have_its_own_order(tmp_path):
     expected = left_by(epochs_of_other_lengths_job, tmp_path / "whole", 1, lanes=8)
     assert [event["values"]["epoch"] for event in events(tmp_path / "whole", "scalars")] == [
@@ -196,6 +208,7 @@ def explicit_epochs_job(run, leave_at=None):
     return {"model": model, "optimizer": optimizer}
 
 
+@pytest.mark.long
 def test_explicit_loop_over_epochs_resumes(tmp_path):
     expected = left_by(explicit_epochs_job, tmp_path / "whole", 2, lanes=8)
     assert "loss at step 11" in expected
@@ -207,6 +220,7 @@ def test_explicit_loop_over_epochs_resumes(tmp_path):
         assert left_by(explicit_epochs_job, directory, 2) == expected
 
 
+@pytest.mark.long
 def test_snapshot_requested_in_the_body_is_taken_at_the_end_of_the_step(undisturbed, tmp_path):
     def job(run):
         return image_job(run, hook=lambda step: run.snapshot() if step == 4 else None)
@@ -333,7 +347,11 @@ def test_object_without_state_cannot_be_tracked():
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda path: flip_byte(path, -1), lambda path: cut(path, 100), lambda path: path.unlink()],
+    [
+        lambda path: flip_byte(path, -1),
+        pytest.param(lambda path: cut(path, 100), marks=pytest.mark.long),
+        pytest.param(lambda path: path.unlink(), marks=pytest.mark.long),
+    ],
 )
 def test_damaged_snapshot_is_named_and_the_previous_one_is_used(damage, undisturbed, stopped_at):
     directory = stopped_at(6)
@@ -363,7 +381,9 @@ def test_missing_snapshot_is_an_error_on_every_worker(resume, stopped_at):
     assert f"there is no snapshot {directory / resume}" in str(outcomes[1].error)
 
 
-@pytest.mark.parametrize(("start", "aside"), [(0, (4, 5, 6)), (4, (5, 6))])
+@pytest.mark.parametrize(
+    ("start", "aside"), [pytest.param(0, (4, 5, 6), marks=pytest.mark.long), (4, (5, 6))]
+)
 def test_later_snapshots_are_set_aside_if_resume_names_an_earlier_start(
     start, aside, undisturbed, stopped_at
 ):
@@ -378,7 +398,9 @@ def test_later_snapshots_are_set_aside_if_resume_names_an_earlier_start(
     assert starts == [0, start, start + 1, STEPS]
 
 
-@pytest.mark.parametrize(("scheme", "kept"), [("", (3, 4)), ("file://", (2, 3, 4))])
+@pytest.mark.parametrize(
+    ("scheme", "kept"), [("", (3, 4)), pytest.param("file://", (2, 3, 4), marks=pytest.mark.long)]
+)
 def test_all_snapshots_are_set_aside_if_resume_names_one_of_another_run(
     scheme, kept, undisturbed, stopped_at, tmp_path
 ):
@@ -513,6 +535,7 @@ def drawing_job(run):
     return {"model": model, "optimizer": optimizer}
 
 
+@pytest.mark.long
 def test_draws_continue_after_a_resume(tmp_path):
     expected = left_by(drawing_job, tmp_path / "whole", 1, lanes=8)
     values = [expected[f"share at step {step}"] for step in range(12)]

@@ -38,22 +38,24 @@ def fingerprint_of(job, folder, *, sizes=WORKERS, **options):
     [
         image_job,
         kinds.three_samples_job,
-        kinds.adversarial_job,
+        pytest.param(kinds.adversarial_job, marks=pytest.mark.long),
         kinds.experts_job,
         kinds.buffers_job,
-        kinds.words_job,
-        kinds.grouped_job,
-        kinds.accumulating_job,
+        pytest.param(kinds.words_job, marks=pytest.mark.long),
+        pytest.param(kinds.grouped_job, marks=pytest.mark.long),
+        pytest.param(kinds.accumulating_job, marks=pytest.mark.long),
         kinds.streams_job,
         kinds.mixed_dtypes_job,
-        kinds.float64_job,
+        pytest.param(kinds.float64_job, marks=pytest.mark.long),
     ],
 )
 def test_every_number_of_workers_and_devices_gives_the_same_bits(job, tmp_path):
     assert len(fingerprint_of(job, tmp_path, sizes=(*WORKERS, *DEVICES))) > 10
 
 
-@pytest.mark.parametrize("job", [kinds.adversarial_job, kinds.mixed_dtypes_job])
+@pytest.mark.parametrize(
+    "job", [pytest.param(kinds.adversarial_job, marks=pytest.mark.long), kinds.mixed_dtypes_job]
+)
 def test_workers_without_shared_memory_give_the_same_bits(job, tmp_path, monkeypatch):
     sharing = left_by(job, tmp_path / "sharing", 2, lanes=8)
     monkeypatch.delattr("os.memfd_create")
@@ -147,6 +149,7 @@ def test_another_seed_gives_different_bits(tmp_path):
     assert not any(name.startswith(("/model/head", "loss")) for name in same)
 
 
+@pytest.mark.long
 def test_private_generators_give_the_same_bits(tmp_path):
     without, with_two = (
         fingerprint_of(
@@ -186,8 +189,9 @@ def test_unused_parameter_is_unchanged(tmp_path):
     assert 0 < by_lane < 8
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # the first compilation takes minutes on a busy machine
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_model_gives_the_same_bits(backend, tmp_path):
     if backend == "inductor":
         needs("g++")

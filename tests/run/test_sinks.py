@@ -20,7 +20,7 @@ from tests.s3 import s3_server
 from tests.snapshot import functions
 from tests.workers import run_workers, try_workers
 
-SECONDS = 60.0
+SECONDS = 240.0
 URL = "s3://bucket/runs/one"
 
 
@@ -48,20 +48,21 @@ def job(run, at, action):
     return image_job(run, hook=hook)
 
 
-def wait_for_step(url, step):
-    """Wait until the scalars of a step can be read at a URL."""
+def wait_for(url, kind, **values):
+    """Wait until an event with these values can be read at a URL."""
     source, deadline = open_source(url), time.monotonic() + SECONDS
-    steps, offset = set(), 0
-    while step not in steps:
-        assert time.monotonic() < deadline, f"of {step} there are only {steps}"
+    offset, wanted = 0, {"event": kind, **values}
+    while True:
         lines = source.read(offset)
+        if any({**event, **wanted} == event for event in parse_events(lines)):
+            return
+        assert time.monotonic() < deadline, f"{kind} was not sent"
         offset += len(lines)
-        steps |= {event["step"] for event in parse_events(lines) if event["event"] == "scalars"}
         time.sleep(0.02)
 
 
 def wait_and_die(url, step):
-    wait_for_step(url, step)
+    wait_for(url, "scalars", step=step)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -70,7 +71,11 @@ def seen(url):
     return stream(url), RunLocation("s3://bucket").find(), size == len(b"".join(pieces))
 
 
-def test_record_on_s3_is_readable_during_the_run_and_complete_after_a_kill(server, tmp_path):
+@pytest.mark.long
+def test_record_on_s3_is_readable_during_the_run_and_complete_after_a_kill(
+    server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", SECONDS)  # all is sent on a busy machine, too
     options = {"remote": URL, "snapshot_every": 2}
     killed = try_workers(
         train,
@@ -114,14 +119,21 @@ def test_record_on_s3_is_readable_during_the_run_and_complete_after_a_kill(serve
     ],
 )
 def test_failing_sink_does_not_stop_training(tmp_path, monkeypatch, sink, error):
+    name, far = name_of(sink), f"file://{tmp_path}/far"
+    finish = exporter.ExporterProcess.finish
+
+    def finish_after_the_other_sink(process):
+        wait_for(far, "finished")
+        finish(process)
+
     monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
-    name = name_of(sink)
-    train(image_job, tmp_path, {"sinks": [name, f"file://{tmp_path}/far"]})
+    monkeypatch.setattr(exporter.ExporterProcess, "finish", finish_after_the_other_sink)
+    train(image_job, tmp_path, {"sinks": [name, far]})
     assert [event["step"] for event in events(tmp_path, "finished")] == [STEPS]
     last = {event["name"]: event for event in events(tmp_path, "sink")}[name]
     assert last["error"] == error
     assert last["behind_bytes"] > 0
-    assert b'"finished"' in stream(f"file://{tmp_path}/far")
+    assert b'"finished"' in stream(far)
 
 
 def test_failure_of_a_run_is_exported(tmp_path):

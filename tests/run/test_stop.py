@@ -62,7 +62,10 @@ def test_run_with_stop_after_continues_later(undisturbed, tmp_path):
     assert left_by(image_job, tmp_path, 2) == undisturbed
 
 
-@pytest.mark.parametrize("step", [0, 3, STEPS - 1])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(0, marks=pytest.mark.long), 3, pytest.param(STEPS - 1, marks=pytest.mark.long)],
+)
 def test_sigterm_to_one_worker_stops_all_after_a_snapshot(step, undisturbed, tmp_path):
     job = partial(image_job, hook=signal_at(step, signal.SIGTERM))
     outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": None})
@@ -74,6 +77,7 @@ def test_sigterm_to_one_worker_stops_all_after_a_snapshot(step, undisturbed, tmp
     assert left_by(image_job, tmp_path, 3) == undisturbed
 
 
+@pytest.mark.long
 def test_a_lost_terminal_stops_the_run_after_a_snapshot_unless_it_is_ignored(undisturbed, tmp_path):
     job = partial(image_job, hook=signal_at(3, signal.SIGHUP))
     outcomes = try_workers(train, 2, job, tmp_path / "lost", {"snapshot_every": None})
@@ -90,7 +94,9 @@ def test_a_lost_terminal_stops_the_run_after_a_snapshot_unless_it_is_ignored(und
 
 
 @forks
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(2, marks=pytest.mark.long)], ids=["once", "twice"]
+)
 def test_sigterm_to_all_processes_stops_after_a_snapshot(times, undisturbed, tmp_path):
     job = partial(image_job, hook=signal_all_at(1, signal.SIGTERM, times), loader_workers=2)
     outcomes = try_workers(train, 2, job, tmp_path, {"snapshot_every": None})

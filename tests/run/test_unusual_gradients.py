@@ -56,8 +56,10 @@ def with_kept_gradients(run, model, optimizer, scaler, batch):
     optimizer.step()
 
 
-@pytest.mark.parametrize("exchange_dtype", ["none", "bfloat16"])
-@pytest.mark.parametrize("width", [16, WIDTH])
+@pytest.mark.parametrize(
+    "exchange_dtype", ["none", pytest.param("bfloat16", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("width", [16, pytest.param(WIDTH, marks=pytest.mark.long)])
 def test_a_gradient_that_is_kept_stays_as_it_is(width, exchange_dtype):
     def body():
         return train(with_kept_gradients, layers(width), shard=False)
@@ -75,6 +77,7 @@ def with_histogram(run, model, optimizer, scaler, batch):
     optimizer.step()
 
 
+@pytest.mark.long
 def test_a_histogram_may_be_logged_after_a_gradient_was_cleared(tmp_path):
     (expected,) = run_workers(lambda: train(with_histogram, layers(), directory=tmp_path / "1"), 1)
     outcomes = run_workers(lambda: train(with_histogram, layers(), directory=tmp_path / "2"), 2)
@@ -95,6 +98,7 @@ def infinite_layers():
     return model
 
 
+@pytest.mark.long
 def test_a_cleared_gradient_is_not_checked_for_infinities():
     def body():
         return train(with_infinite_gradient, infinite_layers())
@@ -141,7 +145,7 @@ def recomputed_twice(model, batch):
     return outputs.square().mean()
 
 
-@pytest.mark.parametrize("environment", [{}, APART])
+@pytest.mark.parametrize("environment", [pytest.param({}, marks=pytest.mark.long), APART])
 def test_nested_backward_passes_add_to_a_gradient(environment):
     def step(run, model, optimizer, scaler, batch):
         run.backward(recomputed_twice, model, batch)
@@ -179,7 +183,9 @@ def test_a_sparse_gradient_is_an_error_with_its_reason_on_several_hosts():
             run_workers(body, 2, environment=environment)
 
 
-@pytest.mark.parametrize("environment", [{}, APART], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(
+    "environment", [{}, pytest.param(APART, marks=pytest.mark.long)], ids=["one host", "two hosts"]
+)
 def test_a_model_is_freed_after_its_run(environment):
     def body():
         models = []

@@ -31,7 +31,7 @@ def token(tmp_path_factory):
     return file
 
 
-@pytest.mark.parametrize("part", ["silent", "headers"])
+@pytest.mark.parametrize("part", [pytest.param("silent", marks=pytest.mark.long), "headers"])
 def test_half_requests_do_not_keep_others_out(part, tmp_path, token):
     """There are more of them than files and than requests at once."""
     limit = ("sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh")
@@ -65,6 +65,7 @@ def page(tmp_path, seconds):
             process.join()
 
 
+@pytest.mark.long
 def test_a_request_must_arrive_in_time(tmp_path):
     with page(tmp_path, 0.3) as address:
         for part in PARTS.values():
@@ -74,7 +75,7 @@ def test_a_request_must_arrive_in_time(tmp_path):
                     pass
 
 
-@pytest.mark.parametrize("trusted", [None, "127.0.0.1"])
+@pytest.mark.parametrize("trusted", [None, pytest.param("127.0.0.1", marks=pytest.mark.long)])
 def test_another_claimed_address_gives_no_more_attempts(trusted, tmp_path, token, monkeypatch):
     if trusted:
         monkeypatch.setenv(module.TRUSTED_PROXIES, trusted)

@@ -93,7 +93,7 @@ def test_deep_and_large_manifests_are_refused(run):
         inspect(run / STEP)
 
 
-@pytest.mark.parametrize("action", ["list", "check"])
+@pytest.mark.parametrize("action", [pytest.param("list", marks=pytest.mark.long), "check"])
 def test_the_command_escapes_what_a_snapshot_names_and_goes_on(run, action):
     body = json.loads((run / STEP / NAME).read_bytes())
     spec, _ = body["tensors"]["model/weight"]

@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save
 from torch.distributed import checkpoint
@@ -74,7 +74,6 @@ def test_the_umask_says_who_may_read_an_export(tmp_path, options):
 
 
 @given(tensor=tensors().filter(is_known))
-@settings(max_examples=50)
 def test_tensors_are_exported_exactly(tmp_path_factory, tensor):
     directory = tmp_path_factory.mktemp("run")
     save_once(directory, 1, {"model": {"weight": tensor}})

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import host
@@ -153,7 +153,6 @@ def test_snapshots_work_at_every_number_of_workers():
                 assert load_of(launcher_state) == step
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_killed_workers_leave_the_last_snapshot_that_all_of_them_finished(data):
     """Kill every worker at any write of the last save, in attempts at any number of workers."""

@@ -78,6 +78,7 @@ def test_a_second_program_does_not_use_the_remote_of_the_first(tmp_path, job):
     assert undisturbed == undisturbed | left_in(image_job, tmp_path / "two")
 
 
+@pytest.mark.long
 def test_two_processes_of_a_run_do_not_use_its_remote_at_once(tmp_path, job):
     waiting = tmp_path / "waiting"
     with start_python("a.py", **job("one", WAIT=str(waiting))) as first:
@@ -95,7 +96,7 @@ def test_two_processes_of_a_run_do_not_use_its_remote_at_once(tmp_path, job):
     assert {load(tmp_path / name).id for name in ("one", "two")} == {resumed["run"]}
 
 
-@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize("links", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_snapshot_of_another_run_is_used_only_if_it_is_named(tmp_path, capfd, links):
     first, second = tmp_path / "first", tmp_path / "second"
     with pytest.raises(SystemExit):

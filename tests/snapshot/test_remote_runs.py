@@ -36,6 +36,7 @@ def test_a_run_moves_from_machine_to_machine_with_the_same_bits(tmp_path, url):
     assert snapshots(tmp_path / "far") == steps_of(4, 6, 8)
 
 
+@pytest.mark.long
 def test_a_run_starts_from_the_url_of_a_snapshot_and_sets_later_ones_aside(tmp_path, url):
     train(image_job, tmp_path / "old", {"remote": url, "snapshot_every": 2})
     options = {
@@ -52,6 +53,7 @@ def test_a_run_starts_from_the_url_of_a_snapshot_and_sets_later_ones_aside(tmp_p
     assert len(list((tmp_path / "far").glob("superseded-*/*/manifest.json"))) == 2
 
 
+@pytest.mark.long
 def test_remote_snapshots_that_are_not_set_aside_yet_are_not_resumed_from(
     tmp_path, url, monkeypatch
 ):
@@ -92,7 +94,7 @@ def die_while_sending(directory, url, files):
     train(image_job, directory, {"remote": url, "snapshot_every": 100})
 
 
-@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("files", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_after_a_killed_worker_only_missing_files_are_sent(tmp_path, url, files):
     outcomes = try_workers(die_while_sending, 2, tmp_path / "run", url, files)
     assert outcomes[0].exitcode == -signal.SIGKILL

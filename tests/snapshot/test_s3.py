@@ -34,6 +34,7 @@ def _listed(url):
     return RemoteDirectory(url).names()
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_same_bits_on_an_empty_machine(server, tmp_path):
     old, new, url = tmp_path / "old", tmp_path / "new", "s3://bucket/runs/one"
     run_workers(
@@ -65,6 +66,7 @@ def test_a_run_resumes_with_the_same_bits_on_an_empty_machine(server, tmp_path):
     assert sum(name.endswith(f"at step {STEPS - 1}") for name in left) == 2
 
 
+@pytest.mark.long
 def test_a_wrong_secret_is_reported_and_does_not_stop_training(server, tmp_path):
     wrong = {**server.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
     options = {"remote": "s3://bucket/runs/two", "resume": "never", "snapshot_every": 2}
@@ -98,6 +100,7 @@ def _race(url):
     return outcomes, int(Storage(url).read("manifest.json", 0, 1))
 
 
+@pytest.mark.long
 def test_one_of_two_concurrent_writes_of_a_manifest_wins(server):
     ((outcomes, written),) = run_workers(
         _race, 1, "s3://bucket/race", environment=server.environment

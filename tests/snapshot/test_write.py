@@ -51,7 +51,6 @@ def ignore(kind: str, **fields: Any) -> None:
     workers=st.integers(1, 4),
     segment_bytes=st.integers(50, 5000),
 )
-@settings(max_examples=50)
 def test_any_number_of_workers_writes_the_same_state(
     tmp_path_factory, shared, workers, segment_bytes
 ):
@@ -77,7 +76,6 @@ def sharded_tensors(draw, workers):
 
 
 @given(st.data(), st.integers(1, 4))
-@settings(max_examples=50)
 def test_slices_of_any_memory_order_make_complete_tensors(tmp_path_factory, data, workers):
     sharded = data.draw(sharded_tensors(workers))
     own_states = [

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
@@ -163,7 +163,6 @@ def steps(draw):
     return lanes, [draw(st.none() | names) for _ in range(lanes)]
 
 
-@settings(max_examples=60)
 @given(steps(), st.integers(1, 5))
 def test_all_workers_agree_on_the_rule(step, workers):
     lanes, writes = step

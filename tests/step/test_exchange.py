@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.step import across_hosts
@@ -98,7 +98,6 @@ def expected_of(lanes, dtypes, seeds):
     return expected
 
 
-@settings(max_examples=40)
 @given(workers=st.integers(1, 7), more_lanes=st.integers(0, 9), seed=st.integers(0, 1000))
 def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed):
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
@@ -122,7 +121,6 @@ def on_machines(world, sizes, *arguments):
     return divided(world, [1] * world.size, *arguments, "world")
 
 
-@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     more_lanes=st.integers(0, 9),
@@ -135,7 +133,6 @@ def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, se
     assert gathered == [expected_of(*arguments)] * workers
 
 
-@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     more_lanes=st.integers(0, 9),
@@ -151,9 +148,17 @@ def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed,
 
 @pytest.mark.parametrize(
     ("hosts", "workers", "across"),
-    [(2, 4, "host"), (2, 4, "world"), (3, 3, "host"), (3, 3, "world"), (4, 4, "host")],
+    [
+        (2, 4, "host"),
+        pytest.param(2, 4, "world", marks=pytest.mark.long),
+        pytest.param(3, 3, "host", marks=pytest.mark.long),
+        pytest.param(3, 3, "world", marks=pytest.mark.long),
+        (4, 4, "host"),
+    ],
 )
-@pytest.mark.parametrize("most_bytes", [64, 1 << 20])  # of the first part
+@pytest.mark.parametrize(
+    "most_bytes", [64, pytest.param(1 << 20, marks=pytest.mark.long)]
+)  # of the first part
 def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, across, most_bytes):
     """With these numbers of lanes, hosts have one sum each, or some have several."""
     everything = [(lanes, [torch.float32, torch.bfloat16], range(2)) for lanes in (8, 12, 13)]
@@ -366,7 +371,10 @@ def test_gradients_are_overwritten_only_after_a_barrier():
     assert on_hosts(2, 2, body) == [[0, 0, 0, 0]] * 2  # no other worker reads there
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)],
+)
 def test_the_exchange_of_processes_is_the_local_tree_sum(workers):
     arguments = (LANES, [torch.float32, torch.float64, torch.bfloat16, torch.float16], range(4))
     expected = expected_of(*arguments)

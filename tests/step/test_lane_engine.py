@@ -166,7 +166,7 @@ def rounded(world, bucket_bytes=None, lanes=LANES, exchange_dtype="bfloat16", ac
     return history
 
 
-@pytest.mark.parametrize("lanes", [3, LANES])
+@pytest.mark.parametrize("lanes", [3, pytest.param(LANES, marks=pytest.mark.long)])
 def test_rounded_gradients_are_the_same_at_any_number_of_workers(lanes):
     (expected,) = in_processes(1, rounded, None, lanes)
     assert in_processes(1, rounded, None, lanes, None) != [expected]
@@ -473,9 +473,9 @@ def updated(world, kind, options, exchange_dtype):
     ("exchange_dtype", "hosts", "workers", "have_arrived"),
     [
         (None, 2, 2, True),
-        (None, 2, 4, False),
+        pytest.param(None, 2, 4, False, marks=pytest.mark.long),
         ("bfloat16", 2, 2, False),
-        ("bfloat16", 3, 3, True),
+        pytest.param("bfloat16", 3, 3, True, marks=pytest.mark.long),
         pytest.param(None, 2, 2, False, marks=pytest.mark.long),
         pytest.param(None, 2, 4, True, marks=pytest.mark.long),
         pytest.param(None, 3, 3, False, marks=pytest.mark.long),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.step.across_hosts import choose_exchange
@@ -85,7 +85,6 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
     ]
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e4, 1e9]))
 def test_complete_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
     numbers = st.sets(st.integers(0, len(SHAPES) - 1)).map(sorted)
@@ -94,7 +93,15 @@ def test_complete_and_sharded_gradients_are_clipped_to_the_same_bits(data, worke
     assert in_threads(workers, clipped, seed, max_norm, sharded, chosen) == [expected] * workers
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param(1, marks=pytest.mark.long),
+        pytest.param(2, marks=pytest.mark.long),
+        3,
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
 def test_processes_clip_to_the_same_bits(workers):
     def body(world):
         everything = range(len(SHAPES))

@@ -225,7 +225,7 @@ def test_sharded_and_unsharded_optimizers_give_the_same_bits():
             ) == comparable(kept[number]["part"]), variant
 
 
-@pytest.mark.parametrize("across", ["host", "world"])
+@pytest.mark.parametrize("across", [pytest.param("host", marks=pytest.mark.long), "world"])
 def test_hosts_that_update_all_parameters_save_each_part_once(across):
     variants = [VARIANTS[1], (optim.AdamW, {"amsgrad": True, "fused": True})]
     (plain,) = in_processes(1, trained, None, variants)

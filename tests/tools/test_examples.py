@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from samestep import cli
 from samestep.errors import ConfigError
 from tests.docs.blocks import ROOT
@@ -11,6 +13,7 @@ from tests.docs.commands import commands_of
 from tests.python import run_python
 
 
+@pytest.mark.long
 def test_the_first_script_runs_at_once_on_two_workers(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["examples"]) == 0

@@ -115,6 +115,7 @@ def test_a_changed_program_is_named_and_a_difference_found(recorded, replay):
     assert f"losses of the alert: DIFFERENT, first in lane {LANE}" in printed
 
 
+@pytest.mark.long
 def test_a_debugger_starts_before_the_lane(recorded):
     line = spike.loss_fn.__code__.co_firstlineno + 2  # after the docstring
     looks = "n", "p float(points.abs().max()) > 1000", "clear 1", "c"

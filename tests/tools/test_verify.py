@@ -56,25 +56,25 @@ def test_a_good_script_passes_even_if_a_worker_is_killed(verify):
             "step 2: 'optimizer/state/0/momentum_buffer' differs between n=1 and n=2",
             "after step 2; it was changed by code that runs on only some workers",
         ),
-        (
+        pytest.param(
             "counts calls",
             "step 1: 'metric loss' differs",
             "Likely cause: a lane changes the attribute Counter.calls, which stays on its worker",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "rank 0 goes forward",
             "step 2: 'model/0.running_mean' differs",
             "Likely cause: Sequential/0.running_mean differs between workers 0 and 1 of n=2 after",
+            marks=pytest.mark.long,
         ),
         (
             "builds early",
             "step 0: 'model/weight' differs",
             "Usual cause: the state before the first step: a model or optimizer built before",
         ),
-        (
-            "ends early",
-            "step 3: n=2 never reached it",
-            "number of steps",
+        pytest.param(
+            "ends early", "step 3: n=2 never reached it", "number of steps", marks=pytest.mark.long
         ),
     ],
 )
@@ -136,6 +136,7 @@ def test_a_wrong_argument_is_an_error(arguments, message, verify):
     assert message in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_script_as_well(number, tmp_path):
     script, started = tmp_path / "endless.py", tmp_path / "pid"

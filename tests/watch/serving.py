@@ -13,7 +13,7 @@ import httpx
 
 Result = TypeVar("Result")
 
-SECONDS = 60.0
+SECONDS = 240.0
 
 
 def until(condition: Callable[[], Result]) -> Result:

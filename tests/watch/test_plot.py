@@ -59,7 +59,12 @@ def colors(svg):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
+    ("suffix", "begin"),
+    [
+        pytest.param("png", b"\x89PNG", marks=pytest.mark.long),
+        pytest.param("pdf", b"%PDF", marks=pytest.mark.long),
+        ("svg", b"<?xml"),
+    ],
 )
 def test_the_same_curves_give_the_same_file(run, tmp_path, suffix, begin):
     for name in ("one", "two"):
@@ -106,6 +111,7 @@ def test_a_run_without_the_curves_is_not_in_the_legend(run, tmp_path):
     assert "empty" not in texts(tmp_path / "two.svg")
 
 
+@pytest.mark.long
 def test_log_and_smooth(run, tmp_path):
     draw(run, "--out", tmp_path / "plain.svg", "--scalars", "loss")
     draw(run, "--out", tmp_path / "log.svg", "--scalars", "loss", "--log")

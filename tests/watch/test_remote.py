@@ -17,6 +17,7 @@ from PIL import Image
 
 import samestep as ss
 from samestep.errors import ConfigError
+from samestep.record import exporter
 from samestep.record.events import parse_events
 from samestep.record.files import EventChunk
 from samestep.snapshot import owner
@@ -123,9 +124,11 @@ def check_each_step_counts_once(served, directory):
     } == made
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("environment")
 def test_a_run_on_s3_that_is_killed_and_resumed_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "LOST_SECONDS", 2.0)  # the killed run is dead
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", SECONDS)  # all is sent on a busy machine, too
     killed, resumed = tmp_path / "here", tmp_path / "there"
     with serving(RUNS) as served:
         assert served.json("/api/runs") == {"runs": [], "faults": []}
@@ -170,6 +173,7 @@ def put(url, *events):
     Storage(url).write(EventChunk(0, len(data)).path, data)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("environment")
 def test_an_unreachable_storage_is_reported_and_read_again_later(server, monkeypatch):
     folder, port = "s3://bucket/away", free_port()
@@ -194,6 +198,7 @@ def test_an_unreachable_storage_is_reported_and_read_again_later(server, monkeyp
 
 
 @pytest.mark.usefixtures("environment")
+@pytest.mark.long
 def test_wrong_credentials_are_reported_at_the_start(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong := "a-wrong-secret")
     text = f"cannot list {RUNS}: PermissionError: The request signature we calculated"

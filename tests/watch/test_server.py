@@ -209,6 +209,7 @@ def test_notes_are_written_to_the_directory_of_the_run(server, runs, tmp_path):
     file.unlink()
 
 
+@pytest.mark.long
 def test_notes_of_a_run_at_a_url_and_of_a_read_only_server(runs):
     notes = {"tags": [], "note": "", "version": None}
     with serving(f"file://{runs}") as served:
@@ -377,7 +378,9 @@ def test_a_stalled_reader_does_not_block_others(server):
         assert server.json("/api/runs")["runs"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 def test_the_server_stops_with_open_connections(tmp_path, number):
     write(tmp_path, started())
     with serving(tmp_path) as served:

@@ -48,6 +48,7 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_it_trains_goes_on_and_evaluates(tmp_path):
     directory = ["--dir", str(tmp_path)]
     plain.main([*SMALL, *directory, "updates=2", "evaluation.games=1"])

@@ -103,11 +103,13 @@ def trained(tmp_path_factory):
     return directory, train(1, directory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_number_of_workers_changes_nothing(workers, trained, tmp_path):
     assert train(workers, tmp_path) == trained[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant", ["plain Q-learning", pytest.param("bfloat16", marks=pytest.mark.long)]
 )
@@ -116,6 +118,7 @@ def test_nor_does_it_with_other_settings(variant, tmp_path):
     assert train(3, tmp_path / "3", *changes) == train(1, tmp_path / "1", *changes)
 
 
+@pytest.mark.long
 def test_two_devices_of_one_worker_change_nothing(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_DEVICES", "cpu,cpu")
     assert train(1, tmp_path) == trained[1]
@@ -130,6 +133,7 @@ def test_lanes_play_games_of_their_own(trained):
         assert not torch.equal(lane["games"][0]["emulator"], other_lane["games"][0]["emulator"])
 
 
+@pytest.mark.long
 def test_every_lane_fills_its_share_of_the_replay(trained):
     warmup, collected = 60 // LANES, 3 * UPDATES // 2
     lanes = [lane["source"] for lane in state_left(trained[0])["streams"]["games"].values()]
@@ -179,6 +183,7 @@ def test_a_run_that_was_killed_goes_on_at_another_number_of_workers(trained, tmp
     assert train(4, tmp_path) == trained[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_evaluation_as_a_command_gives_the_same_returns(workers, trained, capfd):
     directory, left = trained
@@ -192,6 +197,7 @@ def test_evaluation_as_a_command_gives_the_same_returns(workers, trained, capfd)
     assert {event["name"] for event in events(directory, "image")} == {"game"}  # of the training
 
 
+@pytest.mark.long
 def test_a_game_of_an_evaluation_is_the_same_beside_any_others():
     network = QNetwork(read(Settings, SMALL).model, GameSettings(frame_size=36), 6)
 
@@ -354,6 +360,7 @@ def test_evaluation_without_a_snapshot_is_an_error(tmp_path, capsys):
         recipe.main([*SMALL, "--eval", "--dir", str(tmp_path)])
 
 
+@pytest.mark.long
 def test_a_run_starts_with_the_network_of_another(trained, tmp_path, capfd):
     export(list_snapshots(trained[0])[-1], tmp_path / "a.safetensors", "online")
     arguments = [*SMALL, f"pretrained={tmp_path / 'a.safetensors'}"]

@@ -178,6 +178,7 @@ def test_with_boxes_every_parameter_learns():
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
+@pytest.mark.long
 def test_a_detector_learns_one_image_by_heart():
     torch.manual_seed(0)
     model, batch = Detector(MODEL, 3), make_batch(2)

@@ -35,6 +35,7 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(digits, tmp_path):
     assert predictions[0] == predictions[1] != []
 
 
+@pytest.mark.long
 def test_it_trains_goes_on_and_evaluates(digits, tmp_path):
     arguments = [*ON_ONE_LANE, f"data.path={digits}", "--dir", str(tmp_path)]
     plain.main([*arguments, "optimizer.steps=1"])

@@ -84,6 +84,7 @@ def test_samestep_verify_finds_every_step_the_same(digits, capsys):
     assert "the same at every step: n=2, n=1x2" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_number_of_workers_changes_nothing(workers, trained, digits, tmp_path):
     left = train(workers, tmp_path, digits)
@@ -100,6 +101,7 @@ def test_nor_does_it_with_sharded_sgd_bfloat16_loader_processes_and_sizes_that_a
     )
 
 
+@pytest.mark.long
 def test_nor_do_several_devices_of_one_worker(trained, digits, tmp_path):
     assert train(1, tmp_path, digits, SAMESTEP_DEVICES="cpu,cpu") == trained[1]
 
@@ -114,6 +116,7 @@ def test_a_run_that_stopped_in_an_epoch_goes_on_as_if_it_had_not(trained, digits
     assert train(3, tmp_path, digits) == trained[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_evaluation_as_a_command_gives_the_same_predictions(workers, trained, tmp_path):
     directory, left = tmp_path / "run", trained[1]
@@ -169,6 +172,7 @@ def seen_by(arguments):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "epochs"), [(1, 1), (3, 2)])
 def test_every_image_is_used_once_an_epoch(workers, epochs, digits):
     steps = epochs * steps_of(digits)
@@ -195,6 +199,7 @@ def keep(data, directory, part, numbers, with_boxes):
     (directory / part).symlink_to(data / part)
 
 
+@pytest.mark.long
 def test_more_workers_than_images_and_images_without_boxes_are_no_trouble(digits, tmp_path):
     data = tmp_path / "data"
     keep(digits, data, "train", {1, 2, 3}, with_boxes={1})
@@ -221,6 +226,7 @@ def test_a_file_without_any_box_is_an_error_before_the_first_step(digits, tmp_pa
 # Boxes alone, and held-out images alone
 
 
+@pytest.mark.long
 def test_boxes_train_without_masks_and_val_is_evaluated_without_train(digits, tmp_path):
     for part in ("train", "val"):
         content = json.loads((digits / f"{part}.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 
+import pytest
 import sklearn.datasets  # noqa: F401  imported here once, not in each forked worker
 import torch
 
@@ -37,6 +38,7 @@ def as_a_script():
     runpy.run_path(train.__file__, run_name="__main__")
 
 
+@pytest.mark.long
 def test_two_workers_leave_the_bits_of_one(tmp_path):
     left = []
     for workers in (1, 2):

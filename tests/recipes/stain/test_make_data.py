@@ -12,7 +12,14 @@ from recipes.stain.make_data import main, segmented
 BLACK, RED, GREEN, BLUE = (0, 0, 0), (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
-@pytest.mark.parametrize(("size", "train", "val"), [(128, 12, 4), (100, 15, 10), (64, 48, 16)])
+@pytest.mark.parametrize(
+    ("size", "train", "val"),
+    [
+        pytest.param(128, 12, 4, marks=pytest.mark.long),
+        (100, 15, 10),
+        pytest.param(64, 48, 16, marks=pytest.mark.long),
+    ],
+)
 def test_the_image_is_cut_without_overlap_and_its_lowest_quarter_is_held_out(
     size, train, val, tmp_path, capsys
 ):

@@ -32,6 +32,7 @@ def strips(count=2, modalities=2, size=16):
     return torch.rand(count, modalities + 2, 3, size, size) * 2 - 1
 
 
+@pytest.mark.long
 def test_the_full_size_is_that_of_deepliif():
     """18 networks: a ResNet-9 of 64 features has 11.4 million parameters (Zhu et al. 2017).
 
@@ -57,7 +58,13 @@ def test_the_full_size_is_that_of_deepliif():
     )
 
 
-@pytest.mark.parametrize("file", sorted(RECIPE.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=[pytest.mark.long] * (file.stem == "full"))
+        for file in sorted(RECIPE.glob("*.yaml"))
+    ],
+)
 def test_every_settings_file_fits_its_own_sizes(file):
     settings = read(Settings, [str(file)])
     with torch.device("meta"):
@@ -117,6 +124,7 @@ def test_a_logit_judges_a_patch_of_known_size(layers, pixels):
     assert (tiles.grad != 0).any(1).any(1).sum() == pixels
 
 
+@pytest.mark.long
 def test_weights_start_as_in_pix2pix():
     torch.manual_seed(0)
     for network in (

@@ -20,7 +20,7 @@ def data(tmp_path_factory):
     return make_strips(tmp_path_factory.mktemp("strips"))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_one_lane_leaves_the_bits_of_the_plain_script(precision, data, tmp_path):
     """Without dropout: here each of the two losses of a step draws separate random numbers."""
     arguments = [*SMALL, data, "lanes=1", "model.dropout=0", f"precision={precision}"]
@@ -41,6 +41,7 @@ def test_one_lane_leaves_the_bits_of_the_plain_script(precision, data, tmp_path)
     )
 
 
+@pytest.mark.long
 def test_it_trains_goes_on_and_continues_with_its_own_settings(data, tmp_path):
     directory = ["--dir", str(tmp_path)]
     first = plain.main(

@@ -162,6 +162,7 @@ def test_generators_alone_are_loaded_as_they_are_published(tmp_path):
     assert torch.equal(before, networks.discriminators.state_dict()["translation.0.0.weight"])
 
 
+@pytest.mark.long
 def test_files_of_deepliif_s_own_sizes_have_our_shapes():
     with torch.device("meta"):
         ours, width = Networks(FULL), FULL.model.width

@@ -74,6 +74,7 @@ def run_to_end(workers, directory, *changes, **environment):
 # The same at any number of workers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "devices"),
     [(2, "1"), pytest.param(4, "1", marks=pytest.mark.long), (1, "cpu,cpu")],
@@ -127,6 +128,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not_at_another_number_of_worker
     assert run_to_end(3, tmp_path / "stopped", *changes, "--continue") == expected
 
 
+@pytest.mark.long
 def test_a_run_is_continued_with_its_own_settings(data, tmp_path):
     run_workers(
         train.main,
@@ -200,6 +202,7 @@ def run_command(folder, script, *arguments, options=()):
     return output
 
 
+@pytest.mark.long
 def test_a_run_is_sent_elsewhere_by_options_before_the_script(data, tmp_path):
     (tmp_path / "send.py").write_text(SEND)
     options = [
@@ -239,6 +242,7 @@ def test_a_directory_before_the_script_is_continued_and_tested_from_there(data, 
 # What a step does
 
 
+@pytest.mark.long
 def test_the_record_has_the_means_over_all_workers_as_a_plain_step_has_them(data, tmp_path):
     """A step of two workers beside one of plain PyTorch on all 12 strips at once.
 
@@ -305,6 +309,7 @@ def test_each_call_updates_its_own_networks_alone(data):
                 networks.zero_grad()
 
 
+@pytest.mark.long
 def test_training_improves_on_a_blank_start(data, tmp_path):
     changes = [
         data,
@@ -345,6 +350,7 @@ def files_written(command, arguments, directory):
     return written
 
 
+@pytest.mark.long
 def test_only_the_main_worker_writes(data, tmp_path):
     arguments = [*SMALL, data, "--dir", str(tmp_path)]
     first, second = run_workers(files_written, 2, train.main, arguments, tmp_path)
@@ -376,6 +382,7 @@ def test_only_the_main_worker_writes(data, tmp_path):
     assert second == set()
 
 
+@pytest.mark.long
 def test_the_same_images_and_scores_come_from_any_number_of_workers(trained, tmp_path):
     directory, left = trained
     for workers in (1, 2):
@@ -391,6 +398,7 @@ def test_the_same_images_and_scores_come_from_any_number_of_workers(trained, tmp
     )
 
 
+@pytest.mark.long
 def test_a_sheet_has_the_truth_above_what_was_made(trained, data, tmp_path):
     run_workers(test.main, 1, ["--dir", str(trained[0]), "--out", str(tmp_path)])
     truth = np.asarray(
@@ -430,6 +438,7 @@ def test_testing_needs_no_training_strips(trained, data, tmp_path):
     assert written["strips"] == 6
 
 
+@pytest.mark.long
 def test_tiles_without_truth_are_translated_and_not_scored(trained, data, tmp_path, capfd):
     directory, _ = trained
     expected = run_test(directory, tmp_path / "whole")[1]
@@ -461,6 +470,7 @@ def test_copies_of_the_input_are_not_taken_for_truth(trained, data, tmp_path, ca
     assert said in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_tiles_can_be_normalized_by_their_own_statistics(trained, tmp_path):
     scores, _ = run_test(trained[0], tmp_path / "tile", "model.evaluate_by=tile")
     running, _ = run_test(trained[0], tmp_path / "running")
@@ -473,6 +483,7 @@ def test_tiles_can_be_normalized_by_their_own_statistics(trained, tmp_path):
     torch.testing.assert_close(norm(features), alone)
 
 
+@pytest.mark.long
 def test_a_lost_directory_is_continued_from_the_remote_copy(data, tmp_path):
     environment = {"SAMESTEP_REMOTE": (tmp_path / "remote").as_uri()}
     arguments = [*SMALL, data, "--dir", str(tmp_path / "run")]
@@ -501,6 +512,7 @@ def test_copies_of_the_input_are_neither_learned_nor_choose_a_snapshot(part, wor
         run_workers(train.main, workers, [*SMALL, setting])
 
 
+@pytest.mark.long
 def test_a_run_starts_with_the_generators_of_another(trained, data, tmp_path, capfd):
     export(list_snapshots(trained[0])[-1], tmp_path / "a.safetensors", "generators")
     arguments = [*SMALL, data, "--pretrained", str(tmp_path / "a.safetensors")]

@@ -82,6 +82,7 @@ def trained(tmp_path_factory):
     return directory, train(1, directory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(variant, marks=[pytest.mark.long] * (variant in RARE)) for variant in VARIANTS],
@@ -138,6 +139,7 @@ def make_images(directory, classes=("cat", "dog")):
     return [*SMALL, *folder]
 
 
+@pytest.mark.long
 def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
     arguments = make_images(tmp_path / "images")
     (trained,) = run_workers(main, 1, [*arguments, "--dir", str(tmp_path / "run")])
@@ -174,6 +176,7 @@ def test_a_torn_image_is_one_line_on_the_terminal(loader_workers, tmp_path, capf
     assert any("in read_image" in trace for trace in traces)
 
 
+@pytest.mark.long
 def test_broken_images_are_left_out_before_the_order_is_drawn(tmp_path):
     images = make_images(tmp_path / "images")
     (tmp_path / "images" / "train" / "cat" / "1.png").write_bytes(b"no image")
@@ -189,6 +192,7 @@ def test_broken_images_are_left_out_before_the_order_is_drawn(tmp_path):
     assert results[0][2].splitlines()[1:] == ["train/cat/1.png"]
 
 
+@pytest.mark.long
 def test_a_broken_held_out_image_loses_no_training(tmp_path):
     arguments = [*make_images(tmp_path / "images"), "--dir", str(tmp_path / "run")]
     torn = tmp_path / "images" / "val" / "dog" / "1.png"
@@ -223,6 +227,7 @@ def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
         assert scores == {f"model_{key}": left[f"{name}_{key}"] for key in ("loss", "top1", "top5")}
 
 
+@pytest.mark.long
 def test_a_written_settings_file_gives_the_same_run(trained, tmp_path):
     directory, left = trained
     assert read(Settings, [str(directory / SETTINGS_FILE)]) == read(Settings, SMALL)
@@ -230,6 +235,7 @@ def test_a_written_settings_file_gives_the_same_run(trained, tmp_path):
     assert scores.items() <= left.items()
 
 
+@pytest.mark.long
 def test_what_the_run_decided_is_written(tmp_path):
     run_workers(
         main,
@@ -241,6 +247,7 @@ def test_what_the_run_decided_is_written(tmp_path):
     assert (written.lanes, written.seed, written.precision) == (2, 7, "float32")
 
 
+@pytest.mark.long
 def test_the_means_of_an_epoch_are_those_of_its_images(trained, tmp_path, capfd):
     recorded = [event["values"] for event in events(trained[0], "scalars")]
     sizes = [400, 400, 400, 242]  # of 1,442 images
@@ -258,6 +265,7 @@ def test_the_means_of_an_epoch_are_those_of_its_images(trained, tmp_path, capfd)
     assert re.search(r"^epoch 1, training means: loss \d\.\d{4}  top1 0\.", output, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_a_precision_of_the_run_scales_the_loss_like_the_setting(tmp_path):
     directories = [tmp_path / "setting", tmp_path / "flag"]
     for directory, changes, environment in (
@@ -271,6 +279,7 @@ def test_a_precision_of_the_run_scales_the_loss_like_the_setting(tmp_path):
     assert fingerprint(by_flag) == fingerprint(by_setting)
 
 
+@pytest.mark.long
 def test_fine_tuning_starts_from_a_file_and_goes_on_from_its_own_snapshots(trained, tmp_path):
     export(list_snapshots(trained[0])[-1], tmp_path / "model.safetensors")
     arguments = [
@@ -310,6 +319,7 @@ def test_flags_that_contradict_each_other_are_an_error(arguments, message, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_demonstration_ends_well(tmp_path, monkeypatch, capfd):
     def run_here(command, *, check):
         """Run a samestep command without another import of torch."""
@@ -426,6 +436,7 @@ def test_every_settings_file_can_be_read(file):
         assert settings.batch_size % settings.lanes == 0
 
 
+@pytest.mark.long
 def test_recipes_launch_from_python(tmp_path):
     scores = ss.launch(main, [*SMALL, "epochs=1", "--dir", str(tmp_path)], workers=2)
     assert scores.keys() >= {"model_top1", "ema_top1"}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import ConfigError
@@ -120,7 +120,6 @@ def test_images_are_not_sent_again_when_a_chunk_is_retried(remote, run):
     ]
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 6)), min_size=1, max_size=8)
 )

@@ -97,6 +97,7 @@ def test_configuration_scalars_and_images_are_written(record, tmp_path):
     assert kept.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.long
 def test_a_resume_continues_the_same_run_and_a_failure_is_recorded(record, tmp_path):
     write_step(record, 0, loss=0.5)
     assert send(tmp_path).returncode == 0
@@ -111,6 +112,7 @@ def test_a_resume_continues_the_same_run_and_a_failure_is_recorded(record, tmp_p
     assert [end.get("exit_code", 0) for end in stored.all("exit")] == [0, 1]
 
 
+@pytest.mark.long
 def test_rows_written_a_second_before_a_kill_are_stored(record, tmp_path):
     write_step(record, 0, loss=0.5)
     # its service exits as well

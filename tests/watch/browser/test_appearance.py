@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from selenium.webdriver.common.by import By
@@ -105,6 +106,7 @@ def test_text_of_a_record_is_never_markup(run, page, place):
     assert page.text("#run-name") == EVIL_IMAGE
 
 
+@pytest.mark.long
 def test_a_large_image_is_loaded_on_request(run, page):
     width, height = 5000, 3400
     event = paint(run, 0, "red")
@@ -126,6 +128,7 @@ def test_a_large_image_is_loaded_on_request(run, page):
     assert page.server.peak_memory() - before < size / 2
 
 
+@pytest.mark.long
 def test_a_phone_needs_no_horizontal_scrolling(run, page):
     page.use_phone_screen()
     append(
@@ -183,6 +186,7 @@ def test_a_stalled_run_says_who_is_awaited(run, page):
     assert state.text == state.get_attribute("data-state") == "stalled"
 
 
+@pytest.mark.long
 def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
     append(run, *losses(0, 1), scalars(2, loss="nan"), {"event": "finished", "step": 3})
     append(run.with_name(f"{run.name}-other"), *losses(0, 1))  # a list of one run is hidden
@@ -199,6 +203,7 @@ def test_values_that_are_not_finite_have_a_badge_in_the_list_as_well(run, page):
     assert badge.text == "not finite"
 
 
+@pytest.mark.long
 def test_a_torn_line_is_counted_and_time_between_starts_is_not(run, page):
     file = run / "events.jsonl"
     now = time.time()
@@ -219,6 +224,7 @@ def test_a_torn_line_is_counted_and_time_between_starts_is_not(run, page):
 LOSSES = "return document.getElementById('losses')?.textContent"
 
 
+@pytest.mark.long
 def test_a_link_to_an_unknown_run_says_so(run, page, tmp_path):
     append(run, *losses(0, 1))
     page.open(run.name).points("loss", 2)  # the server has seen that this run is the newest
@@ -233,6 +239,7 @@ def test_a_link_to_an_unknown_run_says_so(run, page, tmp_path):
     assert page.text("#run-name") == run.name
 
 
+@pytest.mark.long
 def test_only_a_loop_with_a_known_end_has_time_left_and_a_bar(run, page):
     """The loop of endless streams has neither; a loop after it is named."""
     left = "return document.querySelector('[data-figure=left] dt')?.textContent ?? null"
@@ -255,6 +262,7 @@ def test_only_a_loop_with_a_known_end_has_time_left_and_a_bar(run, page):
     assert page.run(bar)
 
 
+@pytest.mark.long
 def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
     sizes = {"steps": 14, "steps_per_epoch": 7, "samples": 50, "batch_size": 8, "epochs": None}
     train = {"event": "loop", "name": "train", "step": 0, "epoch": 1, "done": 7, **sizes}
@@ -271,6 +279,7 @@ def test_an_epoch_that_may_not_be_the_last_has_its_own_progress(run, page):
     assert bar.get_attribute("aria-label") == "Progress in this epoch"
 
 
+@pytest.mark.long
 def test_the_theme_follows_the_system_and_the_button(run, page):
     append(run, *losses(0, 1))
     brightness = (
@@ -401,6 +410,7 @@ ANSWERS = (
 PACES = "return [...document.querySelectorAll('.seconds')].map((pace) => pace.innerText)"
 
 
+@pytest.mark.long
 def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp_path):
     page.open(run.name, tab="workers")
     for is_report in (False, True):
@@ -454,6 +464,7 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
     assert dict(zip(*line.get_data(), strict=True)) == values
 
 
+@pytest.mark.long
 def test_settings_have_the_origin_of_a_run_and_fold_options_with_default_values(run, page):
     origin = {"command": "python train.py --lr 0.1", "commit": "0a1b2c3d" * 5}
     config = {"lanes": 8, "seed": 7, "timeout": 120.0}
@@ -478,6 +489,7 @@ def test_settings_have_the_origin_of_a_run_and_fold_options_with_default_values(
     page.until(has_commit, origin["commit"])
 
 
+@pytest.mark.long
 def test_an_option_and_a_setting_of_the_same_name_are_both_shown(run, page):
     settings = {"seed": 3, "timeout": 5, "command": "go"}
     origin = {"command": "python train.py", "settings": settings}
@@ -511,6 +523,7 @@ OUTSIDE = (
 )
 
 
+@pytest.mark.long
 def test_no_figure_is_cut_off_beside_a_long_name_and_many_tags(run, page):
     long = run.with_name(f"{run.name}-{'vit-large-' * 12}end")
     loops = {"steps": 18_000, "steps_per_epoch": 450, "epochs": 40, "samples": 57_600}

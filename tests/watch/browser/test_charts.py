@@ -22,7 +22,8 @@ GROUPS = (
 )
 
 
-@pytest.mark.parametrize("screen", ["phone", "desktop"])
+@pytest.mark.parametrize("screen", [pytest.param("phone", marks=pytest.mark.long), "desktop"])
+@pytest.mark.long
 def test_the_box_of_values_is_beside_the_curves_with_full_names(run, page, screen):
     getattr(page, f"use_{screen}_screen")()
     other = run.with_name(f"{run.name}-{'long-name-' * 12}end")
@@ -56,6 +57,7 @@ def test_the_box_of_values_is_beside_the_curves_with_full_names(run, page, scree
             )
 
 
+@pytest.mark.long
 def test_the_box_has_the_range_of_the_steps_and_workers_that_a_point_stands_for(run, page):
     append(run, *losses(0, 1), scalars(0, few=1.0), scalars(1, few=2.0))
     append(run, *(scalars(step, many=step % 10) for step in range(20_000)))
@@ -72,6 +74,7 @@ def test_the_box_has_the_range_of_the_steps_and_workers_that_a_point_stands_for(
     assert page.run(f"return {TIP}.querySelector('.edges').textContent") == ""
 
 
+@pytest.mark.long
 def test_a_chart_has_its_scalar_as_the_title_of_its_y_axis(run, page):
     name = f"val/{'loss-' * 9}"
     append(run, *(scalars(step, **{"val/loss": 1.0 + step, name: 1.0}) for step in range(3)))
@@ -84,6 +87,7 @@ def test_a_chart_has_its_scalar_as_the_title_of_its_y_axis(run, page):
     page.until("return drawn.includes('val/loss')")
 
 
+@pytest.mark.long
 def test_charts_are_pinned_to_the_top(run, page):
     append(run, scalars(0, **{"train/loss": 1.0, "val/loss": 2.0, "val/top1": 0.5, "Pinned/x": 1}))
     page.open(run.name).points("val/top1", 1)
@@ -113,6 +117,7 @@ def test_charts_are_pinned_to_the_top(run, page):
     assert page.run(GROUPS) == unpinned
 
 
+@pytest.mark.long
 def test_few_shown_runs_have_distinct_colors_among_many(run, page):
     runs = [run.with_name(f"{run.name}-{number:02d}") for number in range(22)]
     for number, folder in enumerate(runs):
@@ -148,6 +153,7 @@ def test_few_shown_runs_have_distinct_colors_among_many(run, page):
     assert page.run("return document.activeElement.type") == "checkbox"
 
 
+@pytest.mark.long
 def test_an_image_is_enlarged_by_mouse_and_keyboard(run, page):
     append(run, paint(run, 0, "red", (200, 100)), *losses(0))
     for screen in (page.use_desktop_screen, page.use_phone_screen):
@@ -205,6 +211,7 @@ def test_images_of_two_runs_are_side_by_side_at_the_step_of_the_address(run, pag
     assert page.run(beside, "dialog")
 
 
+@pytest.mark.long
 def test_the_value_beside_a_name_is_the_last_one_without_smoothing_or_zoom(run, page):
     append(run, *(scalars(step, loss=float(step % 2)) for step in range(30)))
     for chosen in ({"smooth": 0.9}, {"from": 4, "to": 8}):
@@ -223,6 +230,7 @@ SEGMENTS = (
 LEGEND = "return [...document.querySelectorAll('#worker-names span')].map((o) => o.textContent)"
 
 
+@pytest.mark.long
 def test_bars_of_workers_do_not_include_their_waits_for_others(run, page):
     # worker 0 waits 2 s in the exchange, of which it needs none itself
     append(run, timing(0, (0.5, 0.5, 2.0, 0.0, 0.0), (0.0, 4.0, 0.0, 0.0, 0.0)))
@@ -277,6 +285,7 @@ def colors(picture):
     return {color for _, color in picture.getcolors(1 << 20)}
 
 
+@pytest.mark.long
 def test_charts_of_time_workers_and_hosts_are_saved_and_enlarged(run, page, tmp_path):
     parts = (0.5, 1.0, 0.25, 0.0, 0.0), (0.5, 2.0, 0.25, 0.0, 0.0)
     append(run, started(), timing(0, *parts), timing(1, *parts), system("a"))
@@ -343,6 +352,7 @@ def test_a_setting_against_a_score_is_saved(run, place, page, names, tmp_path):
     assert (0, 114, 178) in colors(picture)  # of the chosen run
 
 
+@pytest.mark.long
 def test_histograms_have_titles_of_their_axes_and_are_saved(run, page, tmp_path):
     bins = [-1.25, 1], [0.0, 2], [0.5, 5]
     append(run, histogram(7, "w<b>", *bins, nan=3), histogram(1500, "w<b>", [2.0, 4]))
@@ -379,6 +389,7 @@ def test_histograms_have_titles_of_their_axes_and_are_saved(run, page, tmp_path)
     assert len(colors(picture)) > 10
 
 
+@pytest.mark.long
 def test_charts_of_time_workers_and_hosts_have_titles_of_their_axes(run, page):
     parts = (0.5, 1.0, 0.25, 0.0, 0.0), (0.5, 2.0, 0.25, 0.0, 0.0)
     append(run, started(), timing(0, *parts), timing(1, *parts), system("a"))

@@ -105,6 +105,7 @@ def test_points_that_a_resume_makes_void_are_removed(run, page):
     assert page.was_loaded_once()
 
 
+@pytest.mark.long
 def test_the_page_reconnects_to_a_restarted_server(run, page):
     port = free_port()
     append(run, *losses(*range(3)))
@@ -124,6 +125,7 @@ def test_the_page_reconnects_to_a_restarted_server(run, page):
     page.open(run.name)
 
 
+@pytest.mark.long
 def test_an_unreadable_location_is_reported_until_it_is_readable(run, page, place):
     append(run, scalars(0, loss=1.0))
     page.open(run.name).points("loss", 1)
@@ -143,6 +145,7 @@ def test_an_unreadable_location_is_reported_until_it_is_readable(run, page, plac
     assert page.points("loss", 2) == 2
 
 
+@pytest.mark.long
 def test_keyboard_control(run, page, names, place):
     other = place / next(names)
     append(run, *losses(*range(100)), paint(run, 0, "red"), paint(run, 1, "blue"))
@@ -187,6 +190,7 @@ def test_two_runs_are_overlaid_and_their_configurations_compared(run, page, name
     assert page.text("#config tbody tr").split() == ["seed", "differs", *seeds]
 
 
+@pytest.mark.long
 def test_versions_and_hosts_of_two_runs_are_compared(place, page, names):
     runs = [place / next(names) for _ in range(2)]
     for run, torch, host in zip(runs, ("2.6.0", "2.13.0"), ("one", "two"), strict=True):
@@ -235,6 +239,7 @@ def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
     )
 
 
+@pytest.mark.long
 def test_tags_and_a_note_are_edited_and_filtered_by(place, page, names):
     first, other = (place / next(names) for _ in range(2))
     append(first, *losses(0, 1))
@@ -314,6 +319,7 @@ def test_a_setting_is_drawn_against_a_score(place, page, names):
     assert "curves" in page.until("return document.querySelector('[aria-selected=true]').id")
 
 
+@pytest.mark.long
 def test_events_that_are_frequent_bury_no_others(run, page):
     saved = ({"event": "snapshot", "step": step} for step in range(1200))
     removed = ({"event": "snapshot_removed", "step": step} for step in range(1200))
@@ -441,6 +447,7 @@ def test_the_first_screen_answers_three_questions_and_shows_a_chart(run, page):
 TOP = "return document.querySelector('[data-scalar]').getBoundingClientRect().top"
 
 
+@pytest.mark.long
 def test_a_note_and_tags_leave_the_first_chart_where_it_is(run, page):
     long = run.with_name(f"{run.name}-{'long-name-' * 9}")
     note = "first line of <b>a note</b>, " + "which is long, " * 20 + "\nsecond line"
@@ -465,6 +472,7 @@ def test_a_note_and_tags_leave_the_first_chart_where_it_is(run, page):
     assert "second line" in page.text("#said")
 
 
+@pytest.mark.long
 def test_a_chart_is_saved_and_its_spike_is_clipped(run, page, tmp_path):
     page.save_downloads_in(tmp_path)
     spiked = {step: 1e6 if step == 7 else 1 + step % 3 for step in range(20)}

@@ -25,6 +25,7 @@ def wait_for_rows(page, *runs):
     page.wait_for([run.name for run in runs], f"return {ROWS}")
 
 
+@pytest.mark.long
 def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
     for folder, rate in ((run, 0.1), (place / next(names), 0.2)):
         settings = {"warmup": rate, "study": "columns"}
@@ -48,6 +49,7 @@ def test_chosen_columns_are_kept_in_the_address(run, place, page, names):
     page.wait_for(chosen, COLUMNS)
 
 
+@pytest.mark.long
 def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(3)]
     for folder, length, age in zip(runs, (50, 5, 500), (1000, 3000, 2000), strict=True):
@@ -70,6 +72,7 @@ def test_runs_are_listed_newest_first_and_sorted_by_duration_and_age(run, page):
             assert title.get_attribute("aria-sort") == order
 
 
+@pytest.mark.long
 def test_step_and_duration_come_first_and_places_are_no_columns(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
     for number, folder in enumerate(runs):
@@ -85,6 +88,7 @@ def test_step_and_duration_come_first_and_places_are_no_columns(run, page):
     assert {"dir", "sinks"}.isdisjoint(columns)
 
 
+@pytest.mark.long
 def test_a_phone_has_a_legend_of_the_runs_that_are_overlaid(run, place, page, names):
     runs = [run, place / next(names), place / next(names)]
     for folder in runs:
@@ -97,6 +101,7 @@ def test_a_phone_has_a_legend_of_the_runs_that_are_overlaid(run, place, page, na
     assert len(set(page.run(f"{keys} getComputedStyle(key).getPropertyValue('--color'))"))) == 3
 
 
+@pytest.mark.long
 def test_a_clock_that_was_set_back_gives_no_negative_duration(run, page):
     other = run.with_name(f"{run.name}-back")
     now = time.time()
@@ -122,6 +127,7 @@ def test_a_clock_that_was_set_back_gives_no_negative_duration(run, page):
     assert row.split("\t")[3] == "0 s"
 
 
+@pytest.mark.long
 def test_scores_of_snapshots_come_first_whatever_one_run_lacks(run, place, page, names):
     others = [place / next(names) for _ in range(2)]
     for folder in (run, *others):
@@ -142,6 +148,7 @@ def test_scores_of_snapshots_come_first_whatever_one_run_lacks(run, place, page,
         page.wait_for(learns, words)
 
 
+@pytest.mark.long
 def test_runs_that_are_identical_are_named(run, place, page, names):
     same, noisy, other, *more = (place / next(names) for _ in range(6))
     for folder in (run, same, noisy, other, *more):
@@ -168,6 +175,7 @@ CELLS = (
 )
 
 
+@pytest.mark.long
 def test_a_setting_and_a_score_of_the_same_name_are_two_columns(run, place, page, names):
     other = place / next(names)  # other tests have settings of other names
     for folder, rate in ((run, 0.1), (other, 0.4)):
@@ -332,6 +340,7 @@ def test_a_table_has_what_changes_without_an_event(run, page):
     page.until(f"return (() => {{ {cells} }})()[0] === 'silent'", run.name)
 
 
+@pytest.mark.long
 def test_the_state_score_and_place_of_a_run_are_one_line(run, page):
     values = {"finished": 0.9078, "running": 0.9078, "failed": 0.9078}
     runs = {name: run.with_name(f"{run.name}-{name}") for name in values}
@@ -351,6 +360,7 @@ def test_the_state_score_and_place_of_a_run_are_one_line(run, page):
         assert widths[0] <= widths[1]
 
 
+@pytest.mark.long
 def test_a_table_with_live_runs_keeps_the_focus(run, place, page, names):
     other = place / next(names)
     for folder in (run, other):
@@ -368,6 +378,7 @@ def test_a_table_with_live_runs_keeps_the_focus(run, place, page, names):
         page.until("return document.activeElement.matches(arguments[0])", selector)
 
 
+@pytest.mark.long
 def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
     runs = [run.with_name(f"{run.name}-{number}") for number in range(2)]
     for folder, score in zip(runs, (0.5, 0.7), strict=True):
@@ -385,6 +396,7 @@ def test_the_list_of_runs_keeps_the_focus_when_its_order_changes(run, page):
     assert page.run("return document.activeElement === arguments[0]", name)
 
 
+@pytest.mark.long
 def test_a_run_that_only_the_table_has_yet_can_be_chosen(run, page):
     old, new = run, run.with_name(f"{run.name}-newer")
     append(old, {**started(), "settings": {"study": "newer"}}, scalars(0, a=1))
@@ -414,10 +426,13 @@ def test_a_run_that_only_the_table_has_yet_can_be_chosen(run, page):
 @pytest.mark.parametrize(
     ("answer", "selector", "chosen"),
     [
-        ("api/table", "#runs-table [data-column=a] button", "sort=-a"),
+        pytest.param(
+            "api/table", "#runs-table [data-column=a] button", "sort=-a", marks=pytest.mark.long
+        ),
         ("api/runs", "#runs [data-run='{}'] .name", "run={}&"),
     ],
 )
+@pytest.mark.long
 def test_news_while_a_button_is_pressed_lose_no_click(answer, selector, chosen, run, page):
     risen, other = (run.with_name(f"{run.name}-{number}") for number in range(2))
     append(risen, started(), scalars(0, a=0, accuracy=0.1))
