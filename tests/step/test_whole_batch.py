@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import samestep as ss
+from samestep.comm.base import Alone
 from samestep.config import Config
 from samestep.data.batch import Batch
 from samestep.data.random_state import key, set_generators
@@ -215,6 +216,28 @@ def test_buffers_are_updated_once(devices):
         assert model.net[1].num_batches_tracked == 1
         mean = sum(part.mean(0) for part in map(plain.net[0], images.split(3))) / 4
         assert torch.allclose(model.net[1].running_mean, 0.1 * mean, atol=1e-6)
+
+
+def test_buffers_that_are_added_after_a_step_without_any_are_restored():
+    engine, model = LaneEngine(Alone(), Config(), 2, [CPU]), Clip()
+    engine.add(model)
+    images, texts = pairs(4)
+
+    def backward(loss_fn):
+        batches = iter([(images[:2], texts[:2]), (images[2:], texts[2:])])
+        batch = Batch(0, range(2), [2, 2], batches)
+        engine.backward(LossSpec(loss_fn, model, embed=embed), batch, model, (0, 0), dict)
+
+    def failing_loss(*_):
+        raise ValueError("no loss")
+
+    backward(clip_loss)
+    norm = nn.BatchNorm1d(2)
+    engine.add(norm)
+    norm.running_mean.fill_(5)
+    with pytest.raises(ValueError, match="no loss"):
+        backward(failing_loss)
+    assert norm.running_mean.tolist() == [5, 5]
 
 
 def test_frozen_and_unused_embeddings_get_no_gradient():

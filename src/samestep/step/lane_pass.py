@@ -329,12 +329,8 @@ class LanePass:
 
     def run(self) -> LaneSteps[list[Gradients]]:
         """Return the gradients of this worker's subtrees, in lane order, on its first device."""
-        replicas = self.context.replicas
-        if replicas.all[1:]:
-            replicas.refresh()
-        if self._has_buffers:
-            self.context.buffers.begin_step(self.parameters)
-        sums = self._sums
+        replicas, sums = self.context.replicas, self._sums
+        self._prepare()
         with generators_restored(), self.context.keep_casts():
             yield from in_turn(map(self._run_on, replicas.all))
         first = replicas.all[0].device
@@ -353,6 +349,13 @@ class LanePass:
             for gradients, gradient in zip(own_gradients, in_exchange, strict=True):
                 gradients[n] = gradient
         return own_gradients  # [subtrees, parameters], each a tensor or None
+
+    def _prepare(self) -> None:
+        """Give all devices the current values, from which their lanes start."""
+        if self.context.replicas.all[1:]:
+            self.context.replicas.refresh()
+        if self._has_buffers:
+            self.context.buffers.begin_step(self.parameters)
 
     def _run_on(self, replica: Replica) -> LaneSteps[None]:
         """Compute the sums of one device's lanes.

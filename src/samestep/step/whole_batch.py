@@ -71,8 +71,7 @@ class WholeBatchPass(LanePass):
 
     def run(self) -> LaneSteps[list[Gradients]]:
         context = self.context
-        context.replicas.refresh()
-        context.buffers.begin_step(self.parameters)
+        self._prepare()
         with context.keep_casts():
             with generators_restored():
                 yield from in_turn(map(self._embed_on, context.replicas.all))
