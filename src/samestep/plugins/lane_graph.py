@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.data.nested import mapped, tensors_in
 from samestep.step.gradients import Gradients, copied_gradients
 from samestep.torch_internals import foreach_copy_
 
@@ -171,7 +172,7 @@ class LaneGraph:
 
     def __init__(self, work: LaneWork) -> None:
         self._memory: list[Tensor] = []
-        self._batch = _mapped(work.batch, self._own)
+        self._batch = mapped(work.batch, self._own)
         self._factor = None
         if work.factor is not None:
             self._factor = torch.zeros((), dtype=torch.float64, device=work.device)
@@ -242,7 +243,7 @@ class LaneGraph:
         return named
 
     def _load(self, work: LaneWork) -> None:
-        tensors = list(_tensors(work.batch))
+        tensors = [tensor for _, tensor in tensors_in(work.batch)]
         if tensors:
             foreach_copy_(self._memory, tensors)
         if self._factor is not None and work.factor not in {None, self._last_factor}:
@@ -271,24 +272,3 @@ def specs_of(batch: Any, device: torch.device) -> Iterator[Any]:
         yield type(batch), repr(batch)  # of 0.0 and -0.0, which are equal, kernels differ
     else:
         raise Unsuitable(f"a {type(batch).__name__}")
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (dict, list, tuple)):
-        for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(part)
-
-
-def _mapped(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch that `specs_of` accepts with `fn` of each tensor."""
-    if isinstance(batch, Tensor):
-        return fn(batch)
-    if isinstance(batch, dict):
-        return type(batch)((name, _mapped(part, fn)) for name, part in batch.items())
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(part, fn) for part in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_mapped(part, fn) for part in batch)
-    return batch
