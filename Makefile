@@ -34,8 +34,9 @@ demo: $(VENV)/ready-vit
 test: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal
 
-# The folders of src/samestep that make a step and keep it, in the order of docs/architecture.md.
-CORE := tests/cluster tests/record tests/data tests/comm tests/step tests/snapshot tests/run $(wildcard tests/test_*.py)
+# The folders of src/samestep that make a step, keep it and watch it, in the order of
+# docs/architecture.md.
+CORE := tests/cluster tests/record tests/data tests/comm tests/step tests/snapshot tests/plugins tests/guards tests/run $(wildcard tests/test_*.py)
 test-core: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal $(CORE)
 
