@@ -116,12 +116,11 @@ def main() -> None:
     parser.add_argument("--what", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    size = options.steps, options.layers
     if options.job:
-        size = options.steps, options.layers
         figures_of_job = train(options.job, options.what, *size, options.folder)
         print(*(f"{name}={value:.3f}" for name, value in figures_of_job.items()))
         return
-    size = options.steps, options.layers
     for workers in (1, 2):
         counted = {name: [measure(workers, name, "calls", *size)] for name in CONTENDERS}
         contenders = {name: partial(measure, workers, name, "time", *size) for name in CONTENDERS}

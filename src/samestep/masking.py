@@ -121,6 +121,8 @@ def mask_urls(text: str) -> str:
     """Return a text in which the URLs have neither users with passwords, nor secret parameters."""
     # the path of a URL may contain spaces and other URLs, so parameters may be anywhere behind it
     before, sign, after = text.partition("://")
+    if not sign:
+        return text
     return _USER.sub(_mask_user, before + sign + _PARAMETER.sub(_mask_parameter, after))
 
 

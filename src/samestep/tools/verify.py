@@ -16,7 +16,7 @@ from samestep.launch.local import check_script
 from samestep.terminal import starting
 from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, explain
 
-# the fourth one captures (`WARM_UP_CALLS` in step/graph_choice.py)
+# the fourth one captures (`WARM_UP_CALLS` in plugins/graph_choice.py)
 STEPS_WITH_GRAPHS: Final = 4
 
 if TYPE_CHECKING:  # --help must not load torch
