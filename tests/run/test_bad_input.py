@@ -354,7 +354,7 @@ def test_a_model_or_optimizer_that_changes_later_is_rejected(tmp_path, change, e
             if when == "backward":
                 run.backward(classify, model, batch)
             else:
-                run.snapshot()
+                run.snapshot(now=True)
 
 
 def test_a_parameter_that_leaves_a_sharded_optimizer_is_rejected():

@@ -17,12 +17,13 @@ import torch
 
 from samestep.data.generators import can_seed, get_state, observe
 from samestep.data.search import KINDS, walk
-from samestep.plugin import RunPlugin
+from samestep.plugin import EndedStep, RunPlugin
 from samestep.plugins.divergence import summary
 from samestep.snapshot.manifest import NAME
 from samestep.user_code import is_installed, is_users
 
-KILL: Final = "SAMESTEP_INTERNAL_KILL"  # "step rank" of a worker; set by samestep verify
+# Set by samestep verify: "step rank" of a worker, and "body" if it may do all until the next step.
+KILL: Final = "SAMESTEP_INTERNAL_KILL"
 COMMIT_SECONDS: Final = 60.0  # for the snapshot before a kill
 LEAVES: Final = (
     bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor,
@@ -42,6 +43,14 @@ class StepObserver(RunPlugin):
     ) -> None:
         self._rank, self._directory, self._take_snapshot = rank, directory, take_snapshot
         self._is_first = True
+        self._ended = -1  # the number of the last step that has ended here
+
+    def end_step(self, ended: EndedStep) -> None:
+        self._ended = ended.step
+
+    def expire(self) -> None:
+        """Kill the process if its loop has ended, before the script does what follows."""
+        self._kill_if_told(f"{self._ended} {self._rank}", self._ended)
 
     def begin_step(self, step: int) -> None:
         """Note the variables before a step; kill the process once the snapshot before it exists."""
@@ -51,15 +60,20 @@ class StepObserver(RunPlugin):
             values = values_of(script_variables())
             observe(kind="state", step=step, is_first=self._is_first, values=values)
         self._is_first = False
-        if os.environ.get(KILL) == f"{step} {self._rank}" and self._directory is not None:
-            end = time.monotonic() + COMMIT_SECONDS
-            committed = self._directory / f"step-{step:08d}" / NAME
-            while not committed.exists():
-                if time.monotonic() > end:
-                    return
-                time.sleep(0.002)
-            observe(kind="killed", step=step)
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._kill_if_told(f"{step} {self._rank}", step)
+        self._kill_if_told(f"{step} {self._rank} body", step)
+
+    def _kill_if_told(self, place: str, step: int) -> None:
+        if os.environ.get(KILL) != place or self._directory is None:
+            return
+        end = time.monotonic() + COMMIT_SECONDS
+        committed = self._directory / f"step-{step:08d}" / NAME
+        while not committed.exists():
+            if time.monotonic() > end:
+                return
+            time.sleep(0.002)
+        observe(kind="killed", step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def script_variables() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,19 +12,27 @@ from samestep.snapshot.read import Snapshot
 
 @dataclass
 class Position:
-    """The position of a loop: its next step is `step` of `epoch`, after `done` steps in total."""
+    """The position of a loop: its next step is `step` of `epoch`, after `done` steps in total.
+
+    `is_open` says that the steps of the epoch before it are done, and that what the script does
+    after them in its own loop over epochs may not be: that is done when the next epoch begins.
+    """
 
     epoch: int = 0
     step: int = 0
     done: int = 0
     plan: dict[str, Any] = field(default_factory=dict)
+    is_open: bool = False
 
-    def advance(self, steps_per_epoch: int | None) -> int:
-        """Count one step (streams have no epochs: None) and return the epoch of the next one."""
+    def advance(self, steps_per_epoch: int | None, *, opens: bool = False) -> int:
+        """Count one step (streams have no epochs: None) and return the epoch of the next one.
+
+        Set `opens` if the script may do more after the last step of an epoch.
+        """
         self.done += 1
         self.step += 1
         if self.step == steps_per_epoch:
-            self.epoch, self.step = self.epoch + 1, 0
+            self.epoch, self.step, self.is_open = self.epoch + 1, 0, opens
         return self.epoch
 
 
@@ -35,6 +44,8 @@ class LoopStates:
         positions: dict[str, dict[str, Any]] = state.get("positions", {})
         self.positions = {name: Position(**at) for name, at in positions.items()}
         self.streams: dict[str, dict[int, LaneStream]] = {}
+        # in whose open epoch the script continues, with no step and then what it does after them
+        self.resumed_open = {name for name, at in self.positions.items() if at.is_open}
         # what per-epoch loops have begun their epochs with
         self.orders: dict[str, Any] = dict(state.get("orders", {}))
         self.resumed_orders = dict(self.orders)
@@ -46,6 +57,17 @@ class LoopStates:
         self.end_with_epoch: set[str] = set()
         self.skipped: set[str] = set()  # after `run.finish`
         self.continued: set[str] = set()  # in an epoch that was left by break
+
+    @property
+    def are_open(self) -> bool:
+        """Whether what the script does after an epoch of a loop may not be done."""
+        return any(position.is_open for position in self.positions.values())
+
+    def close_epochs(self, before: float = math.inf) -> None:
+        """Note that the script has done all in its epochs before the given one."""
+        for position in self.positions.values():
+            if position.epoch <= before:  # of the next step
+                position.is_open = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is equal on all workers."""

@@ -82,6 +82,7 @@ class Loop:
     """
 
     steps_per_epoch: int | None = None
+    _ends_with_epoch = False  # each time that it is iterated
 
     def __init__(self, progress: Progress, name: str, begin: BeginLanes) -> None:
         """`begin` computes the gradient of a loop over the lanes of a batch."""
@@ -115,7 +116,7 @@ class Loop:
         self._progress.end_loop(self._name)
 
     def _complete(self) -> int:
-        return self._position.advance(self.steps_per_epoch)
+        return self._position.advance(self.steps_per_epoch, opens=self._ends_with_epoch)
 
 
 class PlannedLoop(Loop):
@@ -144,6 +145,8 @@ class PlannedLoop(Loop):
         self._batches, self._plan = batches, plan
         self._max_epochs, self._max_steps = epochs, steps
         self._ends_with_epoch = epochs is None and steps is None
+        if not self._ends_with_epoch:
+            progress.loops.resumed_open.discard(name)
         if self._ends_with_epoch and self._position.step and name in progress.loops.resumed_orders:
             # the order that the epoch has begun with, whatever the script computes it from now
             plan.use_array(progress.loops.resumed_orders[name])
@@ -221,7 +224,7 @@ class PlannedLoop(Loop):
         if self._progress.finished:
             return 0
         if self._ends_with_epoch:
-            end = at.epoch + 1
+            end = at.epoch + (self._name not in self._progress.loops.resumed_open)
         if end is not None:
             ends.append((end - at.epoch) * self.steps_per_epoch - at.step)
         if self._max_steps is not None:
@@ -253,6 +256,7 @@ class PlannedLoop(Loop):
         self._check_plan()  # now with its limit
         if self._ends_with_epoch:
             self._check_end()
+        self._progress.begin_pass(self._name)
         self._progress.begin_loop(
             self._name,
             steps=self.steps,
@@ -304,5 +308,6 @@ class StreamLoop(Loop):
 
     def __iter__(self) -> Iterator[Batch]:
         self._progress.complete_left_step()
+        self._progress.begin_pass(self._name)
         left = 0 if self._progress.finished else steps_left(self.steps, self._position.done)
         return self._run(stream_batches(self._streams, self._lanes, left))

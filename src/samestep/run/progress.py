@@ -92,6 +92,7 @@ class Progress:
         self.loops = LoopStates(resumed)
         self.step = self._first_step = state.get("step", 0)
         self.epoch: int = state.get("epoch", 0)
+        self._loop = ""  # the name of the last loop that had a step or ended
         self.skipped = SkippedSteps(config, record, state.get("skipped_steps", ()), self.is_main)
         self.finished: bool = state.get("finished", False)  # by `run.finish`, perhaps earlier
         self._has_ended: bool = state.get("ended", False)  # in an earlier start, with the script
@@ -130,6 +131,17 @@ class Progress:
         )
         self._plugins.begin_loop(name, planned)
 
+    def begin_pass(self, loop: str) -> None:
+        """Begin to iterate a loop: what the script did in earlier epochs of its own is done.
+
+        A snapshot that was asked for since the last step is taken here, so that it holds all of
+        that.
+        """
+        if loop not in self.loops.resumed_open:
+            self.loops.close_epochs(before=self.loops.positions[loop].epoch)
+        if self._requested:
+            self._take_snapshot()
+
     def begin_step(self, loop: str, batch: Batch, complete: Callable[[], int]) -> None:
         """Start a step of a loop; `complete` advances the loop and returns its next epoch.
 
@@ -159,6 +171,7 @@ class Progress:
         self._plugins.begin_step(self.step)
         self.epoch = batch.epoch
         self._current = CurrentStep(loop, batch, complete)
+        self._loop = loop
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
         # Without snapshots, waiting for the end of the step would save nothing.
@@ -211,6 +224,10 @@ class Progress:
         """
         self.status.set_activity(OUTSIDE)
         self._plugins.expire()
+        position, self._loop = self.loops.positions[name], name
+        if name in self.loops.resumed_open:
+            self.loops.resumed_open.discard(name)
+            self.epoch = position.epoch
         # Also for a step without a backward call, which has exchanged no note.
         self._exchange_notes("ending a loop")
         decision, self._decision = self._decision, Decision()
@@ -219,7 +236,7 @@ class Progress:
         if decision.signal:
             self._stop_run(decision.signal)
         self._stop.defer(active=False)  # no step runs: a signal acts at once
-        set_generators(key(self._config.seed, f"after {name}", self.loops.positions[name].done))
+        set_generators(key(self._config.seed, f"after {name}", position.done))
 
     def complete_left_step(self) -> None:
         """Count a step that was left by break after an update."""
@@ -229,13 +246,19 @@ class Progress:
             self._stop.defer(active=False)
 
     def snapshot(self, score: float | None, *, now: bool) -> None:
-        """Take a snapshot now, or without `now` at the end of the current step."""
+        """Take a snapshot now, or without `now` when all that belongs to it is done.
+
+        That is at the end of the current step, of which parts of the state may be updated and
+        others not. After the steps of an epoch it is when the next loop begins, or at the end of
+        the run: a schedule or `Patience` may follow.
+        """
         self.complete_left_step()
         self._plugins.expire()
-        # In a step, its end takes the snapshot: parts of the state may be updated, others not.
-        self._requested, self._score = True, score
+        self._requested = True
+        self._score = self._score if score is None else score
         if self._current is None or self._current.left:
-            self._take_snapshot()
+            if now or not self.loops.are_open:
+                self._take_snapshot()
         elif now:
             self._take_early_snapshot(self._current)
 
@@ -265,6 +288,7 @@ class Progress:
         if self._current is not None and not self._current.left:
             raise SnapshotError("run.best_snapshot was called in a step; call it after the loop")
         self._plugins.expire()
+        self._close_epochs()
         self._take_snapshot()
         self._snapshots.wait()
         with self.status.doing("loading the best snapshot"):
@@ -275,6 +299,7 @@ class Progress:
         self._plugins.expire()
         self.complete_left_step()
         self._has_ended = True
+        self._close_epochs()
         self._stop.defer(active=True)  # a signal now waits for the last snapshot
         self._take_snapshot()
         self._finish("finished")
@@ -348,12 +373,23 @@ class Progress:
 
     def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
-            again = self._finish_is_new or self._score is not None
+            again = self._requested or self._finish_is_new or self._score is not None
             # a snapshot that replaces one of the same step keeps its score
             score = self._scores.get(self.step) if self._score is None else self._score
             self._scores = {} if score is None else {self.step: score}
             self._snapshots.save(self.step, *self._states(), score, again=again)
         self._requested, self._score, self._finish_is_new = False, None, False
+
+    def _close_epochs(self) -> None:
+        """Note that what the script does after its epochs is done, which a snapshot must hold."""
+        self._requested |= self.loops.are_open
+        self.loops.close_epochs()
+
+    @property
+    def _epoch_to_resume(self) -> int:
+        """The epoch whose pass a resumed script begins with, perhaps only for what follows it."""
+        at = self.loops.positions.get(self._loop)
+        return self.epoch - (at is not None and at.is_open)
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the run's state that is equal on all workers, and this worker's own state."""
@@ -361,7 +397,7 @@ class Progress:
             "step": self.step,
             "skipped_steps": list(self.skipped.steps),
             "skip_batches": self._config.skip_batches,
-            "epoch": self.epoch,
+            "epoch": self._epoch_to_resume,
             "lanes": self._lanes.lanes,
             **self.loops.state_dict(),
             "frozen": self._snapshots.tracked.frozen(),  # parameters, by module

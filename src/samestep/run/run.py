@@ -471,13 +471,16 @@ class Run(Training, Collectives, Recording):
     def snapshot(self, *, score: float | None = None, now: bool = False) -> None:
         """Take a snapshot of the tracked objects, in a loop at the end of the current step.
 
+        After the steps of an epoch of your own loop over epochs, it is taken when the next loop
+        begins or the run ends, so that it holds what follows, such as a step of a schedule.
+
         Args:
             score: Snapshots with the highest scores are kept (`keep_best`), and of equal scores
                 the earliest. If lower is better, negate it. The live page ranks runs by it, under
                 the name of the value that was logged.
-            now: Whether to take it immediately in a loop, too, and wait until it is on disk. Call
-                it after the last change of the step to a tracked object, before work that may
-                fail, such as an evaluation.
+            now: Whether to take it immediately, and in a loop wait until it is on disk. Call it
+                after the last change of the step to a tracked object, before work that may fail,
+                such as an evaluation.
 
         Raises:
             SnapshotError: An earlier snapshot could not be written.

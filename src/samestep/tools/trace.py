@@ -145,9 +145,10 @@ class ScriptTracer:
         with TemporaryDirectory(prefix="samestep-verify-") as name:
             directory, size, resume = Path(name), next(turns), "never"
             title, size_after = f"n={size}", {}
-            for step in steps:
-                rank = draw.randrange(size.workers)
-                if not self._run_until_killed(size, directory, resume, step, rank):
+            for number, step in enumerate(steps):
+                # by turns before and after what the script does between two steps
+                place = f"{step} {draw.randrange(size.workers)}{' body' * (number % 2 == 0)}"
+                if not self._run_until_killed(size, directory, resume, step, place):
                     break  # it has fewer steps now, which the report will say
                 size, resume = next(turns), "auto"
                 size_after[step] = str(size)
@@ -164,10 +165,10 @@ class ScriptTracer:
             return RunTrace(title, read_traces(directory), "resume", lost)
 
     def _run_until_killed(
-        self, size: RunSize, directory: Path, resume: str, step: int, rank: int
+        self, size: RunSize, directory: Path, resume: str, step: int, place: str
     ) -> bool:
         """Return whether a worker was killed after a step; False if the run ended before."""
-        with self._start(size, directory, resume, {KILL: f"{step} {rank}"}) as process:
+        with self._start(size, directory, resume, {KILL: place}) as process:
             status = process.wait()
         kills = [entry["step"] for entry in read_entries(directory) if entry["kind"] == "killed"]
         if step not in kills and status != 0:
