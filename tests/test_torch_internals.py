@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,44 @@ def test_every_backward_pass_is_watched(differentiate):
     assert internals.backward_watcher() is None
     differentiate((2 * weight).sum())
     assert len(passes) == 2
+
+
+def test_what_belongs_behind_backward_is_noticed():
+    model, calls = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    ]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    internals.watch_updates(lambda name, tensors_of: calls.append((name, tensors_of())))
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with suppress(RuntimeError):  # without gradients
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        model(torch.ones(2)).sum().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        names = ["clip_grad_norm_", "clip_grad_value_", "clip_grad_value_"]
+        assert [name for name, _ in calls] == names
+        assert [gradients for _, gradients in calls[:2]] == [None, None]
+        assert [*map(id, calls[2][1])] == [id(weight.grad) for weight in model.parameters()]
+        calls.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedules[0].step()
+        schedules[1].step(1.0)
+        average.update_parameters(model)
+        names = ["Optimizer.zero_grad", "LRScheduler.step", "ReduceLROnPlateau.step"]
+        assert [name for name, _ in calls] == [*names, "AveragedModel.update_parameters"]
+        for _, tensors in calls:
+            assert [*map(id, tensors)] == [*map(id, model.parameters())]
+        calls.clear()
+        torch.amp.GradScaler("cpu", enabled=False).update()
+        assert calls == [("GradScaler.update", None)]
+    finally:
+        internals.watch_updates(None)
+    model.zero_grad()
+    assert len(calls) == 1
 
 
 def test_reentrant_checkpoints_are_noticed():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from inspect import currentframe
 from threading import get_ident
@@ -20,11 +20,17 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _ImperativeEngine
+from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import checkpoint
 
+TensorsOf = Callable[..., Iterable[Tensor] | None]
+BeforeUpdate = Callable[[str, Callable[[], Iterable[Tensor] | None]], object]
 Pass = Callable[[], tuple[Tensor, ...]]
 AroundBackward = Callable[[Pass], tuple[Tensor, ...]]
 Subclass = TypeVar("Subclass", bound=Tensor)
@@ -46,6 +52,9 @@ foreach_add_: Final = torch._foreach_add_
 foreach_copy_: Final = torch._foreach_copy_
 foreach_mul_: Final = torch._foreach_mul_
 foreach_norm: Final = torch._foreach_norm  # noqa: SLF001  no optimizer uses it
+
+# what `watch_updates` got last; empty until it replaces methods
+_before_update: Final[list[BeforeUpdate | None]] = []
 
 # The attribute of a module's state_dict with the versions of its submodules. Modules read it there
 # when they load the state; a copy of the dict has to have it, too.
@@ -122,6 +131,64 @@ def backward_watcher() -> AroundBackward | None:
     """Return the argument of the last call of `watch_backward`."""
     engine = Variable._execution_engine  # noqa: SLF001
     return engine.around if isinstance(engine, _WatchedEngine) else None
+
+
+def watch_updates(before: BeforeUpdate | None) -> None:
+    """Call `before` with each call that belongs behind backward; None ends that.
+
+    It gets the name of what is called and a function that returns its tensors: parameters, or
+    gradients that it clips. None stands for tensors that are not known, or that are not there yet.
+
+    The methods are public, but have no hooks. Functions that clip are imported by name, so that
+    what they call is replaced. All of it is replaced once and stays, because an attribute that
+    `Module` gets costs time in each of its subclasses.
+    """
+    is_new = not _before_update
+    _before_update[:] = [before]
+    if not is_new:
+        return
+    for kind, name, tensors_of in (
+        (Module, "zero_grad", lambda module, *_, **__: module.parameters()),
+        (Optimizer, "zero_grad", _optimized),
+        (GradScaler, "unscale_", lambda _, optimizer: _optimized(optimizer)),
+        (GradScaler, "update", _unknown),
+        (AveragedModel, "update_parameters", lambda _, model: model.parameters()),
+    ):
+        _watch_call(kind, name, f"{kind.__name__}.{name}", tensors_of)
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and issubclass(kind, LRScheduler) and "step" in vars(kind):
+            _watch_call(kind, "step", f"{kind.__name__}.step", _scheduled)
+    _watch_call(clip_grad, "_get_total_norm", "clip_grad_norm_", lambda gradients, *_: gradients)
+    _watch_call(
+        clip_grad,
+        "_group_tensors_by_device_and_dtype",
+        "clip_grad_value_",
+        lambda lists, *_, **__: lists[0],
+    )
+
+
+def _optimized(optimizer: Optimizer, *_: Any, **__: Any) -> list[Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def _scheduled(schedule: LRScheduler, *_: Any, **__: Any) -> list[Tensor]:
+    return _optimized(schedule.optimizer)
+
+
+def _unknown(*_: Any, **__: Any) -> None:
+    """Return no tensors."""
+
+
+def _watch_call(owner: Any, name: str, shown: str, tensors_of: TensorsOf) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if (before := _before_update[0]) is not None:
+            before(shown, lambda: tensors_of(*args, **kwargs) or None)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
 
 
 @contextmanager

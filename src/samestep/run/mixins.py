@@ -152,6 +152,7 @@ class Recording:
         Example:
             >>> run.log({"loss": 0.5}, learning_rate=1e-3)
         """
+        self._lanes.manual.refuse_in_own_lane("run.log")
         values, low, high = scalars_of(means or {}, scalars)
         at = self._progress
         with at.times.measuring("logging"):

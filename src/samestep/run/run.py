@@ -399,6 +399,7 @@ class Run(Training, Collectives, Recording):
             >>> run.evaluate(logits, model, test_set, 16, gather=True).shape
             torch.Size([53, 10])
         """
+        self._lanes.manual.refuse_in_own_lane("run.evaluate")
         evaluation = Evaluation(
             self._lanes,
             dataset,
@@ -488,6 +489,7 @@ class Run(Training, Collectives, Recording):
         Example:
             >>> run.snapshot(score=0.93)
         """
+        self._lanes.manual.refuse_in_own_lane("run.snapshot")
         self._progress.snapshot(score, now=now)
 
     def best_snapshot(self) -> Snapshot:
@@ -526,6 +528,7 @@ class Run(Training, Collectives, Recording):
             >>> run.step, run.finished
             (2, True)
         """
+        self._lanes.manual.refuse_in_own_lane("run.finish")
         self._progress.finish()
 
     def __enter__(self) -> Self:

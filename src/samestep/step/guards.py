@@ -47,6 +47,7 @@ from samestep.torch_internals import (
     post_accumulate_hooks,
     versions_of,
     watch_backward,
+    watch_updates,
 )
 from samestep.user_code import is_callers, is_own_hook
 
@@ -73,6 +74,13 @@ ONE_VALUE: Final = "Expected more than 1 value per channel when training"
 NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
 
 
+BEHIND_LANES: Final = (
+    "{} was called in a lane, where it has no effect, or one that depends on the number of workers:"
+    " the gradient and the means of a batch are complete after its last lane. Move it behind the"
+    " loop over lanes, or out of the loss function, behind run.backward"
+)
+
+
 class ManualGradients:
     """Gradients of a run's parameters from a `backward()` of user code, outside of `run.backward`.
 
@@ -84,7 +92,7 @@ class ManualGradients:
         self._names: dict[int, str] = {}  # by id, also of parameters no longer watched
         self._parameters: list[Tensor] = []  # watched
         self._manual: dict[int, Tensor] = {}  # parameters with such a gradient, by id
-        self._in_lane = self._in_backward = False
+        self._in_lane = self._in_backward = self._are_own = False
         self._was_left = False
         self._lane_called_backward = False  # the loss function did
         self._has_nested = False
@@ -94,6 +102,7 @@ class ManualGradients:
         """Watch the module's parameters, including frozen ones, which may be trained later."""
         if not self._is_active():
             watch_backward(self.around_backward)
+            watch_updates(self._refuse_update)
         for name, parameter in module.named_parameters():
             has_gradients = parameter.is_floating_point() or parameter.is_complex()
             if id(parameter) not in self._names and has_gradients:
@@ -118,6 +127,7 @@ class ManualGradients:
             content.clear()
         if self._is_active():
             watch_backward(None)
+            watch_updates(None)
 
     def _is_active(self) -> bool:
         return backward_watcher() == self.around_backward
@@ -161,11 +171,27 @@ class ManualGradients:
         """Return whether a function of this lane's graph has begun a backward pass of its own."""
         return self._has_nested
 
+    def refuse_in_own_lane(self, call: str) -> None:
+        """Raise `LossError` in a lane that other workers do not compute."""
+        if self._in_lane and self._are_own:
+            raise LossError(BEHIND_LANES.format(call))
+
+    def _refuse_update(self, call: str, tensors_of: Callable[[], Iterable[Tensor] | None]) -> None:
+        """Raise `LossError` in a lane, unless the tensors belong to a model that it made itself."""
+        if not self._in_lane:
+            return
+        if (tensors := tensors_of()) is not None:
+            own = {id(parameter.grad) for parameter in self._parameters} | self._names.keys()
+            if own.isdisjoint(map(id, tensors)):
+                return
+        raise LossError(BEHIND_LANES.format(call))
+
     @contextmanager
-    def lanes(self) -> Iterator[None]:
+    def lanes(self, *, are_own: bool = False) -> Iterator[None]:
         """Compute lanes in this block, after a call of `forget_cleared`.
 
-        A `GeneratorExit` means that user code left a loop over `batch.lanes`.
+        Set `are_own` if each worker computes other ones. A `GeneratorExit` means that user code
+        left a loop over `batch.lanes`.
         """
         self.check_complete()
         if self._in_lane:
@@ -173,7 +199,7 @@ class ManualGradients:
                 "a lane cannot begin another computation of a gradient: call run.backward, or write"
                 " a loop over batch.lanes, after the one that computes this lane"
             )
-        self._in_lane, self._lane_called_backward = True, False
+        self._in_lane, self._are_own, self._lane_called_backward = True, are_own, False
         try:
             yield
         except GeneratorExit:

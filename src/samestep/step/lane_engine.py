@@ -245,7 +245,8 @@ class LaneEngine(LaneContext):
         """
         self.plugins.begin(lane_pass)
         begun = self.gpu_clock.mark()
-        with self.manual.lanes(), self.refusals():
+        are_own = self.lanes > 1 and not self.shares(lane_pass.loss)
+        with self.manual.lanes(are_own=are_own), self.refusals():
             call.own_gradients = yield from lane_pass.run()
             of_plugins = self.plugins.report()
         call.computed = self.gpu_clock.mark()
