@@ -9,8 +9,8 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -135,7 +135,7 @@ def test_a_module_reads_its_registries():
 def test_every_backward_pass_is_watched(differentiate):
     passes = []
 
-    def around(run):
+    def around(run, roots):
         passes.append("begun")
         result = run()
         passes.append("done" if weight.grad is not None else "too late")

@@ -12,7 +12,6 @@ ELSEWHERE = {
     "step/flat_buffer.py": "step/test_shard.py",
     "data/lane_body.py": "run/test_lane_body.py",
     "data/lane_flow.py": "run/test_lane_body.py",
-    "guards/divisors.py": "run/test_gradient.py",
     "guards/metric_guard.py": "step/test_guards.py",
     "data/lane_loop.py": "run/test_lane_loop.py",
     "data/orders.py": "data/test_plan.py",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from samestep.guards.divisors import DivisorCheck
 from samestep.guards.lane_state import LaneState
+from samestep.guards.loss_graph import DivisorCheck, UnnamedParameters
 from samestep.guards.metric_guard import MetricGuard
 from samestep.guards.reach import Reach
 from samestep.plugins.recheck import Recheck
@@ -12,8 +12,8 @@ from samestep.step.lane_pass import StepPlugin
 
 
 def plugins_of(engine: LaneEngine) -> list[StepPlugin]:
-    """Return what watches the steps of an engine; a single lane may do anything."""
-    plugins: list[StepPlugin] = []
+    """Return what watches the steps of an engine; a single lane may do almost anything."""
+    plugins: list[StepPlugin] = [UnnamedParameters(engine)]
     if engine.config.recheck_every:
         plugins.append(Recheck(engine, engine.models.modules, engine.shards))
     if engine.lanes == 1:  # it has all samples, on the only worker

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import eq, is_
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from samestep.step.replicas import check_unwrapped
 from samestep.torch_internals import (
     Pass,
     backward_watcher,
+    leaves_of,
     post_accumulate_hooks,
     versions_of,
     watch_backward,
@@ -92,6 +93,8 @@ class ManualGradients:
         self._names: dict[int, str] = {}  # by id, also of parameters no longer watched
         self._parameters: list[Tensor] = []  # watched
         self._manual: dict[int, Tensor] = {}  # parameters with such a gradient, by id
+        # tensors of no module of the run that a lane differentiates itself; it may own them
+        self._differentiated = WeakValueDictionary[int, Tensor]()
         self._in_lane = self._in_backward = self._are_own = False
         self._was_left = False
         self._lane_called_backward = False  # the loss function did
@@ -132,7 +135,7 @@ class ManualGradients:
     def _is_active(self) -> bool:
         return backward_watcher() == self.around_backward
 
-    def around_backward(self, run: Pass) -> tuple[Tensor, ...]:
+    def around_backward(self, run: Pass, roots: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run a pass; note which watched parameters it gives gradients, except `run.backward`'s."""
         if self._in_backward:  # of `run.backward`, or nested in it by a function of the graph
             self._depth += 1
@@ -142,6 +145,10 @@ class ManualGradients:
             finally:
                 self._depth -= 1
         self._lane_called_backward = self._in_lane
+        if self._in_lane and self._are_own:
+            for leaf in leaves_of(roots):
+                if id(leaf) not in self._names:
+                    self._differentiated[id(leaf)] = leaf
         parameters = self._parameters
         gradients = [parameter.grad for parameter in parameters]
         versions = versions_of(gradients)  # autograd adds to a gradient in place
@@ -177,8 +184,11 @@ class ManualGradients:
             raise LossError(BEHIND_LANES.format(call))
 
     def _refuse_update(self, call: str, tensors_of: Callable[[], Iterable[Tensor] | None]) -> None:
-        """Raise `LossError` in a lane, unless the tensors belong to a model that it made itself."""
-        if not self._in_lane:
+        """Raise `LossError` in a lane, unless the tensors belong to a model that it made itself.
+
+        It may clear gradients of its own backward pass, such as one to adversarial inputs.
+        """
+        if not self._in_lane or (self._lane_called_backward and call.endswith("zero_grad")):
             return
         if (tensors := tensors_of()) is not None:
             own = {id(parameter.grad) for parameter in self._parameters} | self._names.keys()
@@ -248,7 +258,7 @@ class ManualGradients:
     def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
         """Raise `OptimizerError` if the optimizer must not make a step now."""
         self.check_complete()
-        if not (self._manual or self._in_lane):
+        if not (self._manual or self._in_lane or self._differentiated):
             return
         kind = type(optimizer).__name__
         parameters = parameters_of(optimizer)
@@ -262,6 +272,14 @@ class ManualGradients:
             return
         self.forget_cleared()
         for parameter in parameters:
+            if self._differentiated.get(id(parameter)) is parameter and parameter.grad is not None:
+                raise OptimizerError(
+                    f"{kind}.step() would use a gradient of a tensor of shape"
+                    f" {list(parameter.shape)} from a backward() in a lane, so that each worker's"
+                    " has the samples of its own lanes. Make it a parameter of a module that"
+                    " run.replicate got, and name that module in run.backward or batch.lanes; or"
+                    " compute its loss from the means of the batch, behind its lanes"
+                )
             if id(parameter) in self._manual:
                 raise OptimizerError(
                     f"{kind}.step() would use a gradient of {self._names[id(parameter)]} that"
@@ -340,6 +358,7 @@ class OptimizerGuard:
 
     def __init__(self, manual: ManualGradients) -> None:
         self.seals: list[GradientSeal] = []  # of sharded optimizers
+        self.checks: list[Callable[[Optimizer], object]] = []  # of plugins, before each step
         self._manual = manual
         self._tracked: list[tuple[Optimizer, Sequence[Tensor]]] = []
 
@@ -359,6 +378,8 @@ class OptimizerGuard:
             self._refuse_untracked(optimizer)
         seals = [seal for seal in self.seals if seal.optimizer is optimizer]
         self._manual.check(optimizer, is_sharded=bool(seals))
+        for check in self.checks:
+            check(optimizer)
         closure, *others = args[1:] or (kwargs.get("closure"),)
         if not callable(closure):
             return None

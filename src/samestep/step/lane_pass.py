@@ -110,6 +110,9 @@ class StepPlugin:
         """Return a context for the computation of a lane from its batch, on its device."""
         return NO_CONTEXT
 
+    def loss(self, lane_pass: LanePass, lane: int, loss: Tensor) -> None:
+        """Look at the loss of a lane, and at its graph, before it is differentiated."""
+
     def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
         """Look at the gradients of a lane, before they are added to those of others."""
 
@@ -138,6 +141,7 @@ class StepPlugins:
     def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
         having = partial(overriding, plugins, StepPlugin)
         self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
+        self._loss = having("loss")
         self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
 
     def begin(self, lane_pass: LanePass) -> None:
@@ -150,6 +154,11 @@ class StepPlugins:
         contexts = [plugin.lane(lane_pass, lane, batch) for plugin in self._lane]
         contexts = [context for context in contexts if context is not NO_CONTEXT]
         return _nested(contexts) if contexts else NO_CONTEXT
+
+    def loss(self, lane_pass: LanePass, lane: int, loss: Tensor) -> None:
+        """Let all of them look at the loss of a lane."""
+        for plugin in self._loss:
+            plugin.loss(lane_pass, lane, loss)
 
     def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
         """Let all of them look at the gradients of a lane."""
@@ -498,6 +507,7 @@ class LanePass:
             else:
                 returned = self.loss.fn(self.loss.model, batch)
             loss, metrics = split_loss(returned, lane)
+        self.context.plugins.loss(self, lane, loss)
         scalars = self.scalars.named(loss, metrics)
         self.scalars.note(lane, count, scalars)
         # a single lane leaves in buffers what it wrote

@@ -217,6 +217,7 @@ class WholeBatchPass(LanePass):
                     else:
                         returned = self.loss.fn(self.loss.model, embeddings)
                     loss, metrics = split_loss(returned, None)
+                context.plugins.loss(self, context.own[0], loss)
                 if has_compiled_graphs(context.devices) and is_compiled(loss):
                     raise LossError(GRAPHS_OF_LOSS)
                 input_gradients = (  # [items, ...] each, None if the loss does not use it
