@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from math import isqrt
 from typing import Any, Final
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -92,6 +93,14 @@ def _numpy_restored() -> Iterator[None]:
         if cached is not None:
             state = np.random.get_state(legacy=False)
             np.random.set_state({**state, "has_gauss": 1, "gauss": cached})
+
+
+def numpy_position() -> int:
+    """Return a number that tells the position of NumPy's global generator from others."""
+    bits = mtrand.get_bit_generator()
+    if isinstance(bits, np.random.MT19937):
+        return crc32(ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES))
+    return crc32(repr(bits.state).encode())
 
 
 def _take_cached_normal(bits: np.random.BitGenerator) -> float | None:

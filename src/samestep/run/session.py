@@ -36,6 +36,7 @@ from samestep.plugins.graphed_pass import graphed
 from samestep.plugins.kernels import replaced_kernels
 from samestep.plugins.observer import StepObserver
 from samestep.plugins.progress_line import open_line
+from samestep.plugins.random_positions import RandomPositions
 from samestep.plugins.replay import Replay, Request
 from samestep.record import Record, open_record
 from samestep.record.exporter import ExporterProcess
@@ -224,7 +225,7 @@ class Session:
             line = open_line(self._process, config.stop_after, self._exits.callback)
         plugins: list[RunPlugin] = [] if line is None else [line]
         if world.size > 1:
-            plugins.insert(0, self.divergence)
+            plugins[:0] = [self.divergence, RandomPositions(self.devices)]
         if is_observed():
             plugins.append(
                 StepObserver(
