@@ -372,11 +372,11 @@ def test_histograms_by_name_without_those_that_a_resume_replaced(tmp_path):
     late = histogram(3, "w", [1.0, 5])
     events = [histogram(step, "w", [-0.5, step], [0.0, 2], nan=step) for step in (1, 2)]
     view = view_of(tmp_path, started(), *events, late, histogram(3, "v", [1.0, 5]))
-    assert view.summary()["histograms"] == [{"name": "w", "count": 3}, {"name": "v", "count": 1}]
+    assert view.summary()["histograms"] == [{"name": "w", "step": 3}, {"name": "v", "step": 3}]
     write(tmp_path, started(2, kind="resumed"), {**late, "bins": []})
     view.refresh()
     run = view.summary()
-    assert run["histograms"] == [{"name": "w", "count": 2}]
+    assert run["histograms"] == [{"name": "w", "step": 3}]
     assert [event["kind"] for event in run["events"]] == ["started", "resumed"]
     assert view.histogram("w") == {
         "items": [
@@ -463,6 +463,15 @@ def test_the_first_the_rare_and_the_newest_events_are_listed(tmp_path, monkeypat
     assert newest == list(range(500 - len(newest), 500))
     assert 50 <= len(newest) <= 100
     assert summary["dropped_events"] == 500 - len(newest)
+
+
+def test_events_of_any_number_of_kinds_are_bounded(monkeypatch):
+    monkeypatch.setattr(run_state, "MOST_EVENTS", 100)
+    run = run_state.RunState()
+    for step in range(500):
+        run.apply({"event": f"kind {step}", "time": 0.0, "step": step})
+    assert 50 <= len(run.timeline) <= 100
+    assert (run.timeline[0].kind, run.timeline[-1].kind) == ("kind 0", "kind 499")
 
 
 def test_images_of_many_steps_are_thinned(tmp_path, monkeypatch):

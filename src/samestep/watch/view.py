@@ -232,7 +232,8 @@ class View:
                 "principals": principals(curves, score),
                 "images": _images(run),
                 "histograms": [
-                    {"name": name, "count": series.count} for name, series in run.histograms.items()
+                    {"name": name, "step": series[-1].position[0]}
+                    for name, series in run.histograms.items()
                 ],
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
@@ -332,7 +333,7 @@ class View:
         return self._run.started or 0.0
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """Return the histograms of a name over the run, evenly thinned to at most 201.
+        """Return the histograms of a name over the run, evenly, at most 201.
 
         Each has its step, bins as [edge nearest to zero, count], and counts of other values. Raises
         `KeyError` if there is no such name.
