@@ -37,7 +37,6 @@ COMMANDS: Final = {
     "replay": Command("samestep.tools.replay", "repeat a step of a run and show each lane"),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
-    "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
     "scale": Command(
         "samestep.tools.scale", "measure a script's scaling and predict larger runs", NOTHING_LEFT
     ),
