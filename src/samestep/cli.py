@@ -40,7 +40,7 @@ COMMANDS: Final = {
     "scale": Command(
         "samestep.tools.scale", "measure a script's scaling and predict larger runs", NOTHING_LEFT
     ),
-    "doctor": Command("samestep.tools.doctor.command", "check this machine and recommend changes"),
+    "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
     "examples": Command("samestep.tools.examples", "copy the recipes, to start from their scripts"),
