@@ -611,7 +611,7 @@ def test_the_score_of_a_run_is_that_of_its_snapshots(tmp_path):
 
 def test_a_score_that_no_scalar_has_is_a_curve_of_its_own(tmp_path):
     view = view_of(tmp_path, started(), scalars(0, a=1.0), snapshot(1, 7.5), scalars(1, a=2.0))
-    assert view.scalars() == ["a", "snapshot score"]
+    assert [each["name"] for each in view.summary()["scalars"]] == ["a", "snapshot score"]
     assert view.row()["principal"]["name"] == "snapshot score"
     write(tmp_path, snapshot(2, 8.5))
     view.refresh()

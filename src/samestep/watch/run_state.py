@@ -56,9 +56,14 @@ class Image:
     height: int
     size: int | None
 
-    @property
-    def step(self) -> int:
-        return int(self.position[0])
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "step": int(self.position[0]),
+            "bytes": self.size,
+            "width": self.width,
+            "height": self.height,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +112,23 @@ class SamplePlan:
     size: float
     steps: float
 
+    @classmethod
+    def of(cls, loop: Event) -> SamplePlan:
+        step, done, batch, size, steps = (
+            float(to_int(loop.get(key)) or 0)
+            for key in ("step", "done", "batch_size", "samples", "steps_per_epoch")
+        )
+        return cls(step, done, batch, *((size, steps) if size and steps else (0.0, 0.0)))
+
+    def used(self, done: NDArray[Any] | float) -> Any:
+        """Return the samples of the loop's first `done` steps, float64 of the same shape."""
+        epochs, rest = np.divmod(done, self.steps or math.inf)
+        return epochs * self.size + np.minimum(rest * self.batch, self.size or math.inf)
+
     def samples(self, step: NDArray[Any]) -> NDArray[Any]:
         """Return the samples of the steps from `self.step` to each of `step`, float64 [N]."""
-        used = []
-        for done in (step - self.step + self.done, np.full_like(step, self.done)):
-            epochs, rest = np.divmod(done, self.steps or math.inf)
-            of_epoch = np.minimum(rest * self.batch, self.size or math.inf)
-            used.append(epochs * self.size + of_epoch)
-        return used[0] - used[1]
+        samples: NDArray[Any] = self.used(step - self.step + self.done) - self.used(self.done)
+        return samples
 
     def goes_on_as(self, other: SamplePlan) -> bool:
         """Return whether a later plan is this one, continued."""
@@ -244,13 +258,9 @@ class RunState:
 
     def _plan_samples(self, loop: Event) -> None:
         """Note how many samples the steps of a loop use, unless the one before says the same."""
-        step, done, batch = (
-            to_number(loop.get(key)) or 0.0 for key in ("step", "done", "batch_size")
-        )
-        size, steps = (to_number(loop.get(key)) or 0.0 for key in ("samples", "steps_per_epoch"))
-        plan = SamplePlan(step, done, batch, *((size, steps) if size and steps else (0.0, 0.0)))
+        plan = SamplePlan.of(loop)
         if not self.plans or not self.plans[-1].goes_on_as(plan):
-            self.plans = [earlier for earlier in self.plans if earlier.step < step] + [plan]
+            self.plans = [earlier for earlier in self.plans if earlier.step < plan.step] + [plan]
 
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
