@@ -57,7 +57,6 @@ scale none.py
 watch
 watch none
 report none
-plot none
 doctor --unknown
 doctor -n 0
 submit

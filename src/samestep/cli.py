@@ -37,11 +37,10 @@ COMMANDS: Final = {
     "replay": Command("samestep.tools.replay", "repeat a step of a run and show each lane"),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
-    "plot": Command("samestep.watch.plot", "draw the curves of runs as an image"),
     "scale": Command(
         "samestep.tools.scale", "measure a script's scaling and predict larger runs", NOTHING_LEFT
     ),
-    "doctor": Command("samestep.tools.doctor.command", "check this machine and recommend changes"),
+    "doctor": Command("samestep.tools.doctor", "check this machine and recommend changes"),
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
     "examples": Command("samestep.tools.examples", "copy the recipes, to start from their scripts"),

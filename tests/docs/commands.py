@@ -28,6 +28,7 @@ OTHER_PROGRAMS = {
     "mkdir",
     "mpirun",
     "mv",
+    "sbatch",
     "scancel",
     "scontrol",
     "source",
@@ -109,8 +110,6 @@ def here(words: list[str], *, together: bool = False) -> list[str] | None:
         return None
     if several and not together and arguments[0] != "submit":
         return None
-    if arguments[:2] == ["submit", "slurm"]:
-        arguments.insert(2, "--dry-run")
     module = {
         "python": [],
         "samestep": ["-m", "samestep"],
@@ -122,7 +121,7 @@ def here(words: list[str], *, together: bool = False) -> list[str] | None:
         *assigned,
         sys.executable,
         *module,
-        *(word for word in arguments if word != "--apply"),
+        *arguments,
     ]
 
 

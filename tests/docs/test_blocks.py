@@ -182,6 +182,6 @@ def test_commands_that_need_other_machines_are_not_run():
     ]
     assert run == [None, None, None]
     (words,) = commands_of("samestep submit slurm --nodes 2 --dir runs/one train.py")
-    assert here(words)[-6:] == ["--dry-run", "--nodes", "2", "--dir", "runs/one", "train.py"]
+    assert here(words)[-5:] == ["--nodes", "2", "--dir", "runs/one", "train.py"]
     (words,) = commands_of("SAMESTEP_LANES=8 python train.py")
     assert here(words) == ["env", "SAMESTEP_LANES=8", sys.executable, "train.py"]

@@ -15,7 +15,7 @@ from samestep.config import TOKEN
 from samestep.launch import local as command
 from tests.needs import needs
 
-COMMAND = ("submit", "kubernetes", "--image", "here/train:1")
+COMMAND = ("submit", "kubernetes", "--image", "here/train:1", "--output", "-")
 CLAIM = ("--claim", "runs:/runs", "--dir", "/runs/one")
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
@@ -24,8 +24,8 @@ IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 def written(capsys):
     """Return a function that returns the written manifests by their kinds."""
 
-    def write(*arguments, then=("train.py",), where=CLAIM):
-        assert main([*COMMAND, *where, *arguments, *then]) == 0
+    def write(*arguments, then=("train.py",)):
+        assert main([*COMMAND, *CLAIM, *arguments, *then]) == 0
         output = capsys.readouterr().out
         assert "&id" not in output  # no anchors, which some tools cannot read
         return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(output)}
@@ -58,28 +58,20 @@ def job_of(manifests):
 
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_manifests_fit_the_schemas(nodes, workers, written):
-    size = ("--nodes", str(nodes), "-n", str(workers))
-    resources = ("--gpus", "2", "--cpus", "3", "--memory", "8Gi")
-    others = ("--claim", "data:/data", "--namespace", "team", "--lanes", "8")
-    manifests = written(*size, *resources, *others)
+    manifests = written("--nodes", str(nodes), "-n", str(workers), "--lanes", "8")
     for manifest in manifests.values():
         fits(manifest)
-        assert manifest["metadata"]["namespace"] == "team"
     assert ("Service" in manifests) == (nodes > 1)
     assert ("Secret" in manifests) == (nodes > 1)
     container, pod = container_of(job_of(manifests))
     assert container["image"] == "here/train:1"
     assert {"name": "SAMESTEP_LANES", "value": "8"} in container["env"]
     assert {"name": "SAMESTEP_DIR", "value": "/runs/one"} in container["env"]
-    resources = container["resources"]
-    expected = {"cpu": str(3 * workers), "memory": "8Gi", "nvidia.com/gpu": "2"}
-    assert resources["limits"] == resources["requests"] == expected
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
     assert {path: volumes[name] for name, path in mounts.items()} == {
         "/dev/shm": {"emptyDir": {"medium": "Memory"}},
         "/runs": {"persistentVolumeClaim": {"claimName": "runs"}},
-        "/data": {"persistentVolumeClaim": {"claimName": "data"}},
     }
 
 
@@ -182,32 +174,14 @@ def test_values_arrive_as_they_are(text, written):
     }
 
 
-def test_a_claim_without_a_path_is_mounted_at_the_directory_of_the_run(written):
-    _, pod = container_of(job_of(written(where=("--claim", "runs", "--dir", "/somewhere/one/"))))
-    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/somewhere/one"
-
-
-def test_a_pod_with_remote_snapshots_needs_no_claim(written):
-    job = job_of(written(where=("--dir", "/tmp/run", "--remote", "s3://bucket/run")))
-    fits(job)
-    (volume,) = job["spec"]["template"]["spec"]["volumes"]
-    assert volume["name"] == "shared-memory"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", "2", "--remote", "s3://bucket/run", "--dir", "/tmp/run"], "got /tmp/run"),
         (["--resume", "never"], "--resume must be auto, got never"),
         (["--dir", "runs/one"], "got runs/one, which is lost with its pod"),
         (["--dir", "/runs-of-others/one"], "got /runs-of-others/one, which is lost with its pod"),
-        (
-            ["--claim", "data:data"],
-            "--claim must be CLAIM or CLAIM:PATH with a unique absolute path",
-        ),
-        (["--claim", "other:/"], "got other:/"),
-        (["--claim", "other:/runs"], "a unique absolute path, got other:/runs"),
-        (["--claim", "other:/dev/shm"], "a unique absolute path, got other:/dev/shm"),
+        (["--claim", "data:data"], "--claim must be CLAIM:PATH with an absolute path"),
+        (["--claim", "data"], "--claim must be CLAIM:PATH with an absolute path, got data"),
     ],
 )
 def test_values_with_which_a_job_would_lose_its_run_are_reported(arguments, words, capsys):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.watch import curves
-from samestep.watch.curves import Curve, MovingAverage, Table, equal_spans, select_points
+from samestep.watch.curves import Curve, MovingAverage, Table, equal_spans, select_points, spread
 
 NAN = math.nan
 
@@ -293,6 +293,15 @@ def test_spans_contain_each_row_once(x, count):
     spans = equal_spans(np.asarray(x), count)
     assert len(spans) <= count
     assert [row for start, stop in spans for row in range(start, stop)] == list(range(len(x)))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1).map(sorted), st.integers(1, 20))
+def test_items_are_spread_over_their_steps_with_both_ends(steps, count):
+    rows = spread(range(len(steps)), steps, count)
+    assert (rows[0], rows[-1]) == (0, len(steps) - 1)
+    assert rows == sorted(set(rows))
+    assert len(rows) <= count + 1
+    assert set(rows) >= {start for start, _ in equal_spans(np.array(steps), count)}
 
 
 CHANGES = st.lists(

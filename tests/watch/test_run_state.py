@@ -120,7 +120,7 @@ def points_in(run):
             name: list(zip(points.step.tolist(), points.value.tolist(), strict=True))
             for name, points in curves.items()
         },
-        [(image.step, image.name) for image in sorted(images, key=attrgetter("number"))],
+        [(image.position[0], image.name) for image in sorted(images, key=attrgetter("number"))],
         [
             (step, seconds.tolist())
             for step, seconds in zip(

@@ -17,22 +17,20 @@ EQUAL = (0.1, 0.2, 0.4, 0.0, 0.0)  # data, compute, exchange, optimizer, snapsho
 
 
 def timings(*steps):
-    """Return timings of steps (step, time, attempt, seconds by worker)."""
+    """Return timings of steps (step, time, seconds by worker)."""
     made = Timings()
-    for step, time, attempt, workers in steps:
-        append(made, step, time, attempt, workers)
+    for step, time, workers in steps:
+        append(made, step, time, workers)
     return made
 
 
-def append(made, step, time, attempt, workers):
+def append(made, step, time, workers):
     rows = [seconds_of(dict(zip(PARTS, parts, strict=False))) for parts in workers]
-    made.append(step, time, attempt, rows)
+    made.append(step, time, rows)
 
 
 def test_means_of_parts_over_workers_and_the_rest_of_the_time():
-    made = timings(
-        *[(step, float(step), 0, [EQUAL, (0.1, 0.4, 0.2, 0.0, 0.0)]) for step in range(3)]
-    )
+    made = timings(*[(step, float(step), [EQUAL, (0.1, 0.4, 0.2, 0.0, 0.0)]) for step in range(3)])
     parts = made.parts()
     assert parts == pytest.approx(
         {
@@ -49,28 +47,25 @@ def test_means_of_parts_over_workers_and_the_rest_of_the_time():
 def test_only_the_newest_steps_count():
     slow, fast = [(9.0, 0.0, 0.0, 0.0, 0.0)], [(1.0, 0.0, 0.0, 0.0, 0.0)]
     made = timings(
-        *[(step, 0.0, 0, slow) for step in range(5)],
-        *[(step, 0.0, 0, fast) for step in range(5, 5 + RECENT)],
+        *[(step, 0.0, slow) for step in range(5)],
+        *[(step, 0.0, fast) for step in range(5, 5 + RECENT)],
     )
     assert made.parts()["data"] == 1
     assert made.workers()[0]["seconds"] == 1
 
 
 def test_time_between_attempts_and_over_missing_steps_does_not_count():
-    steps = [
-        (0, 0.0, 0, [EQUAL]),
-        (1, 1.0, 0, [EQUAL]),
-        (3, 50.0, 0, [EQUAL]),
-        (4, 99.0, 1, [EQUAL]),
-    ]
-    answer = timings(*steps).steps().to_json(None, None, 10)
+    made = timings((0, 0.0, [EQUAL]), (1, 1.0, [EQUAL]), (3, 50.0, [EQUAL]))
+    made.discard_after((4, False))
+    append(made, 4, 99.0, [EQUAL])
+    answer = made.steps().to_json(None, None, 10)
     assert answer["parts"]["other"] == [None, pytest.approx(0.3), None, None]
 
 
 def test_own_seconds_of_a_worker_are_those_recorded():
     made = Timings()
     worker = dict(zip(PARTS, EQUAL, strict=False))
-    made.append(0, 0.0, 0, [seconds_of({**worker, "own": seconds}) for seconds in (0.3, 0.8)])
+    made.append(0, 0.0, [seconds_of({**worker, "own": seconds}) for seconds in (0.3, 0.8)])
     workers = made.workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.8])
     assert [worker["lag"] is not None for worker in workers] == [False, True]
@@ -79,7 +74,7 @@ def test_own_seconds_of_a_worker_are_those_recorded():
 
 @pytest.mark.parametrize(("own_seconds", "is_clear"), [(1.05, False), (1.2, True)])
 def test_the_slower_of_two_workers_is_compared_with_the_other(own_seconds, is_clear):
-    made = timings((0, 0.0, 0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own_seconds, 0.0, 0.0, 0.0, 0.0)]))
+    made = timings((0, 0.0, [(1.0, 0.0, 0.0, 0.0, 0.0), (own_seconds, 0.0, 0.0, 0.0, 0.0)]))
     assert [worker["lag"] is not None for worker in made.workers()] == [False, is_clear]
 
 
@@ -87,7 +82,7 @@ def test_a_part_that_ends_in_the_next_step_is_not_counted_twice():
     """A snapshot of 1 s at the end of each second step passes in the time of the step after it."""
     steps = [(0.1, 0.1, 0.0, 0.0, float(step % 2)) for step in range(9)]
     times = [0.2 * step + step // 2 for step in range(9)]
-    made = timings(*[(n, times[n], 0, [step]) for n, step in enumerate(steps)])
+    made = timings(*[(n, times[n], [step]) for n, step in enumerate(steps)])
     assert made.seconds() == pytest.approx(times[-1] / 8)
     assert made.parts()["other"] == pytest.approx(0)
 
@@ -97,14 +92,14 @@ def test_a_healthy_slower_worker_is_no_alarm_and_a_wait_states_its_share():
     tables = {}
     for name, seconds in own_seconds.items():
         workers = [(own, 0.0, 0.1, 0.0, 0.0) for own in seconds]
-        tables[name] = timings(*[(step, 0.15 * step, 0, workers) for step in range(9)]).workers()
+        tables[name] = timings(*[(step, 0.15 * step, workers) for step in range(9)]).workers()
     assert [worker["lag"] for worker in tables["healthy"]] == [None, None]  # 1.1 times the other
     assert [worker["lag"] for worker in tables["waits"]] == [None, pytest.approx(0.2)]
 
 
 def test_one_pause_of_a_worker_is_no_lag():
-    pause = [(0, step, 0, [EQUAL, EQUAL if step else (50.0, *EQUAL[1:])]) for step in range(9)]
-    made = timings(*[(step, float(step), 0, rows) for step, (_, _, _, rows) in enumerate(pause)])
+    pause = [EQUAL, (50.0, *EQUAL[1:])]
+    made = timings(*[(step, float(step), [EQUAL, EQUAL] if step else pause) for step in range(9)])
     assert [worker["lag"] for worker in made.workers()] == [None, None]
 
 
@@ -131,31 +126,29 @@ def test_time_workers_and_the_header_have_the_same_step(tmp_path, monkeypatch):
 
 
 def test_own_seconds_in_earlier_records_exclude_the_exchange():
-    workers = timings((0, 0.0, 0, [EQUAL, (0.1, 0.5, 0.1, 0.0, 0.0)])).workers()
+    workers = timings((0, 0.0, [EQUAL, (0.1, 0.5, 0.1, 0.0, 0.0)])).workers()
     assert [worker["seconds"] for worker in workers] == pytest.approx([0.3, 0.6])
     seconds = {"data": 0.1, "compute": 0.5, "exchange": 0.1, "other": None}
     assert workers[1]["parts"] == {**dict.fromkeys(PARTS, 0.0), **seconds}
 
 
 def test_seconds_that_are_not_finite_are_null():
-    made = timings(*[(step, float(step), 0, [(-math.inf, 0.0, 0.0, 0.0, 0.0)]) for step in (0, 1)])
+    made = timings(*[(step, float(step), [(-math.inf, 0.0, 0.0, 0.0, 0.0)]) for step in (0, 1)])
     (worker,) = made.workers()
     assert worker["seconds"] is worker["parts"]["data"] is worker["parts"]["other"] is None
 
 
 def test_workers_are_those_of_the_current_attempt():
-    made = timings((0, 0.0, 0, [EQUAL]))
+    made = timings((0, 0.0, [EQUAL]))
     made.discard_after((0, False))
     assert made.workers() == []
     assert made.parts()["data"] is None
-    append(made, 0, 0.0, 1, [(1.0, 1.0, 1.0, 1.0, 1.0)] * 3)
+    append(made, 0, 0.0, [(1.0, 1.0, 1.0, 1.0, 1.0)] * 3)
     assert [worker["seconds"] for worker in made.workers()] == [4, 4, 4]
 
 
 def test_seconds_by_worker_are_null_before_it_joined():
-    made = timings(
-        (0, 0.0, 0, [EQUAL]), (1, 0.0, 0, [EQUAL, EQUAL]), (2, 0.0, 0, [EQUAL, EQUAL, EQUAL])
-    )
+    made = timings((0, 0.0, [EQUAL]), (1, 0.0, [EQUAL, EQUAL]), (2, 0.0, [EQUAL, EQUAL, EQUAL]))
     answer = made.steps().to_json(None, None, 10)
     assert answer["x"] == [0, 1, 2]
     seconds = pytest.approx(0.3)
@@ -176,7 +169,7 @@ def test_seconds_by_worker_are_null_before_it_joined():
 def test_many_steps_are_means_over_spans():
     made = timings(
         *[
-            (step, 0.0, 0, [(float(step), 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0, 0.0)])
+            (step, 0.0, [(float(step), 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0, 0.0)])
             for step in range(100)
         ]
     )
@@ -189,12 +182,12 @@ def test_many_steps_are_means_over_spans():
 def test_discarded_steps_are_removed_with_their_workers():
     made = timings(
         *[
-            (step, float(step), 0, [(float(step), 0.0, 0.0, 0.0, 0.0)] * (1 + step % 3))
+            (step, float(step), [(float(step), 0.0, 0.0, 0.0, 0.0)] * (1 + step % 3))
             for step in range(7)
         ]
     )
     made.discard_after((4, False))
-    append(made, 4, 9.0, 1, [(7.0, 0.0, 0.0, 0.0, 0.0)])
+    append(made, 4, 9.0, [(7.0, 0.0, 0.0, 0.0, 0.0)])
     assert made.steps().to_json(None, None, 10)["workers"] == [
         [0, 1, 2, 3, 7],
         [None, 1, 2, None, None],
@@ -208,7 +201,7 @@ def alternating(steps):
     for step in range(steps):
         seconds = 0.2 if step % 2 else 0.0
         rows = [(0.1, 0.1 + seconds, 0.0, 0.0, 0.0), (0.1, 0.1 + 2 * seconds, 0.0, 0.0, 0.0)]
-        append(made, step, step + 0.5 * (step // 2), 0, rows)
+        append(made, step, step + 0.5 * (step // 2), rows)
     return made
 
 
@@ -235,12 +228,12 @@ def test_bounded_steps_that_a_resume_replaced_are_removed():
     steps = made.steps()
     assert 990 < steps.count.sum() <= 1001
     assert steps.step[-1] + steps.count[-1] <= 1001
-    append(made, 1001, 0.0, 1, [EQUAL])
-    assert math.isnan(made.steps().wall()[-1])
+    append(made, 1001, 0.0, [EQUAL])
+    assert math.isnan(made.steps().parts[-1][-1])
 
 
 def test_steps_with_gaps_are_bounded_too():
-    made = timings(*[(2 * step, float(step), 0, [EQUAL] * (1 + step % 2)) for step in range(3000)])
+    made = timings(*[(2 * step, float(step), [EQUAL] * (1 + step % 2)) for step in range(3000)])
     made.flush(1000)
     steps = made.steps()
     assert 500 <= len(steps.step) <= 1000
@@ -251,7 +244,7 @@ def test_steps_with_gaps_are_bounded_too():
 
 def test_the_seconds_of_many_workers_are_bounded(monkeypatch):
     monkeypatch.setattr(timings_module, "OWN_PER_ROW", 1)
-    made = timings(*[(step, float(step), 0, [EQUAL] * 8) for step in range(1000)])
+    made = timings(*[(step, float(step), [EQUAL] * 8) for step in range(1000)])
     made.flush(5000)
     assert len(made.steps().own_seconds) <= 5000
     assert made.steps().to_json(None, None, 1)["workers"] == [[pytest.approx(0.3)]] * 8
@@ -260,7 +253,7 @@ def test_the_seconds_of_many_workers_are_bounded(monkeypatch):
 def test_steps_are_sorted():
     made = timings(
         *[
-            (step, 0.0, 0, [(float(step), 0.0, 0.0, 0.0, 0.0)] * workers)
+            (step, 0.0, [(float(step), 0.0, 0.0, 0.0, 0.0)] * workers)
             for step, workers in ((3, 1), (1, 3), (2, 2))
         ]
     )

@@ -372,11 +372,11 @@ def test_histograms_by_name_without_those_that_a_resume_replaced(tmp_path):
     late = histogram(3, "w", [1.0, 5])
     events = [histogram(step, "w", [-0.5, step], [0.0, 2], nan=step) for step in (1, 2)]
     view = view_of(tmp_path, started(), *events, late, histogram(3, "v", [1.0, 5]))
-    assert view.summary()["histograms"] == [{"name": "w", "count": 3}, {"name": "v", "count": 1}]
+    assert view.summary()["histograms"] == [{"name": "w", "step": 3}, {"name": "v", "step": 3}]
     write(tmp_path, started(2, kind="resumed"), {**late, "bins": []})
     view.refresh()
     run = view.summary()
-    assert run["histograms"] == [{"name": "w", "count": 2}]
+    assert run["histograms"] == [{"name": "w", "step": 3}]
     assert [event["kind"] for event in run["events"]] == ["started", "resumed"]
     assert view.histogram("w") == {
         "items": [
@@ -463,6 +463,15 @@ def test_the_first_the_rare_and_the_newest_events_are_listed(tmp_path, monkeypat
     assert newest == list(range(500 - len(newest), 500))
     assert 50 <= len(newest) <= 100
     assert summary["dropped_events"] == 500 - len(newest)
+
+
+def test_events_of_any_number_of_kinds_are_bounded(monkeypatch):
+    monkeypatch.setattr(run_state, "MOST_EVENTS", 100)
+    run = run_state.RunState()
+    for step in range(500):
+        run.apply({"event": f"kind {step}", "time": 0.0, "step": step})
+    assert 50 <= len(run.timeline) <= 100
+    assert (run.timeline[0].kind, run.timeline[-1].kind) == ("kind 0", "kind 499")
 
 
 def test_images_of_many_steps_are_thinned(tmp_path, monkeypatch):
@@ -602,7 +611,7 @@ def test_the_score_of_a_run_is_that_of_its_snapshots(tmp_path):
 
 def test_a_score_that_no_scalar_has_is_a_curve_of_its_own(tmp_path):
     view = view_of(tmp_path, started(), scalars(0, a=1.0), snapshot(1, 7.5), scalars(1, a=2.0))
-    assert view.scalars() == ["a", "snapshot score"]
+    assert [each["name"] for each in view.summary()["scalars"]] == ["a", "snapshot score"]
     assert view.row()["principal"]["name"] == "snapshot score"
     write(tmp_path, snapshot(2, 8.5))
     view.refresh()

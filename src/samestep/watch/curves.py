@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from samestep.record.source import StepPosition
 
+Item = TypeVar("Item")
 AXES: Final = ("step", "time", "samples")
 ROWS_AT_A_TIME: Final = 4096
 LARGEST_NUMBER: Final = 2.0**53  # no run has larger steps or times
@@ -51,13 +52,10 @@ class Table:
         self.flush()
         return tuple(array[: self._rows] for array in self._arrays)
 
-    def filter(self, rows: NDArray[Any]) -> None:
-        """Keep only the rows that are marked true, or have these numbers."""
-        self.replace(*(column[rows] for column in self.columns()))
-
-    def replace(self, *columns: NDArray[Any]) -> None:
-        """Replace all rows by those of new arrays, which belong to the table from now on."""
-        self._arrays, self._pending, self._rows = list(columns), [], len(columns[0])
+    def filter(self, rows: NDArray[Any] | slice) -> None:
+        """Keep only the rows that are marked true, have these numbers or are in the slice."""
+        self._arrays = [column[rows] for column in self.columns()]
+        self._rows = len(self._arrays[0])
 
     def flush(self) -> None:
         """Put appended rows into the arrays, where they take less memory."""
@@ -166,8 +164,7 @@ class Curve:
         if len(self) > rows:
             step, _, _, value = self._table.columns()
             edges = () if self._band is None else self._band.columns()
-            x = np.arange(len(step)) if (step[1:] < step[:-1]).any() else step
-            kept = select_points(x, [value, *edges[:1]], [value, *edges[1:]], rows // 2)
+            kept = rows_to_keep(step, [value, *edges[:1]], [value, *edges[1:]], rows)
             self.digest()  # of what goes as well
             for table in self._tables():
                 table.filter(kept)
@@ -299,8 +296,8 @@ class HostUse:
         for series in self._series.values():
             series.flush()
             if len(series) > rows:
-                _, value = series.columns()
-                series.filter(select_points(np.arange(len(value)), [value], [value], rows // 2))
+                time, value = series.columns()
+                series.filter(rows_to_keep(time, [value], [value], rows))
 
     def columns(self) -> dict[tuple[str, str], tuple[NDArray[Any], ...]]:
         """Return times and values by host and measure."""
@@ -393,6 +390,20 @@ def select_points(
             hits = np.flatnonzero(column == reached)
             chosen.append(hits[np.searchsorted(hits, starts)])  # the first of each span
     return np.unique(np.concatenate(chosen))
+
+
+def rows_to_keep(
+    x: NDArray[Any], lows: Sequence[NDArray[Any]], highs: Sequence[NDArray[Any]], limit: int
+) -> NDArray[np.intp]:
+    """Return the rows that stay of more than `limit`: half as many, with the extremes."""
+    ascends = not (x[1:] < x[:-1]).any()  # else a clock was set back, or no run wrote this
+    return select_points(x if ascends else np.arange(len(x)), lows, highs, limit // 2)
+
+
+def spread(items: Sequence[Item], steps: Sequence[float], count: int) -> list[Item]:
+    """Return at most `count` items evenly over their ascending steps, and the last one."""
+    rows = {start for start, _ in equal_spans(np.array(steps), count)}
+    return [items[row] for row in sorted({*rows, len(items) - 1})]
 
 
 def _span_count(points: int, extremes: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from samestep.host import counted
 from samestep.record.events import NON_FINITE
 from samestep.record.source import STARTS, StepPosition, step_position, valid_until
-from samestep.watch.bounded import Thinned, newest_of_each
-from samestep.watch.curves import Curve, HostUse, to_float, to_int, to_number, to_text
+from samestep.watch.curves import Curve, HostUse, spread, to_float, to_int, to_number, to_text
 from samestep.watch.scalars import MOST_SCALARS, ScalarEvent, Scalars
 from samestep.watch.score import NAME, Score
 from samestep.watch.timings import MOST_TIMED, RECENT, Timings, seconds_of, started_workers
@@ -38,6 +37,7 @@ LONGEST_TEXT: Final = 1000
 MOST_CHANGES: Final = 8  # of settings, that are shown
 MOST_NAMES: Final = 10_000  # of images, and of histograms
 MOST_EVENTS: Final = 2000  # on the timeline
+MOST_KINDS: Final = 50  # of them, of which the rare ones are kept
 MOST_IMAGES: Final = 2000  # per name
 MOST_HISTOGRAMS: Final = 200  # per name, fewer if all would take more than `HISTOGRAM_BYTES`
 HISTOGRAM_BYTES: Final = 2**25
@@ -56,9 +56,14 @@ class Image:
     height: int
     size: int | None
 
-    @property
-    def step(self) -> int:
-        return int(self.position[0])
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "step": int(self.position[0]),
+            "bytes": self.size,
+            "width": self.width,
+            "height": self.height,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,9 @@ class Histogram:
 
     def to_json(self) -> dict[str, Any]:
         return {"step": int(self.position[0]), "bins": self.bins.tolist(), **self.others}
+
+
+Item = TypeVar("Item", Image, Histogram)
 
 
 @dataclass(frozen=True)
@@ -104,14 +112,23 @@ class SamplePlan:
     size: float
     steps: float
 
+    @classmethod
+    def of(cls, loop: Event) -> SamplePlan:
+        step, done, batch, size, steps = (
+            float(to_int(loop.get(key)) or 0)
+            for key in ("step", "done", "batch_size", "samples", "steps_per_epoch")
+        )
+        return cls(step, done, batch, *((size, steps) if size and steps else (0.0, 0.0)))
+
+    def used(self, done: NDArray[Any] | float) -> Any:
+        """Return the samples of the loop's first `done` steps, float64 of the same shape."""
+        epochs, rest = np.divmod(done, self.steps or math.inf)
+        return epochs * self.size + np.minimum(rest * self.batch, self.size or math.inf)
+
     def samples(self, step: NDArray[Any]) -> NDArray[Any]:
         """Return the samples of the steps from `self.step` to each of `step`, float64 [N]."""
-        used = []
-        for done in (step - self.step + self.done, np.full_like(step, self.done)):
-            epochs, rest = np.divmod(done, self.steps or math.inf)
-            of_epoch = np.minimum(rest * self.batch, self.size or math.inf)
-            used.append(epochs * self.size + of_epoch)
-        return used[0] - used[1]
+        samples: NDArray[Any] = self.used(step - self.step + self.done) - self.used(self.done)
+        return samples
 
     def goes_on_as(self, other: SamplePlan) -> bool:
         """Return whether a later plan is this one, continued."""
@@ -132,8 +149,8 @@ class RunState:
         self.score = Score()
         self.timings = Timings()
         self.hosts = HostUse()
-        self.images: dict[str, Thinned[Image]] = {}
-        self.histograms: dict[str, Thinned[Histogram]] = {}
+        self.images: dict[str, list[Image]] = {}
+        self.histograms: dict[str, list[Histogram]] = {}
         self.timeline: list[TimelineEvent] = []
         self.dropped_events = 0  # of the timeline
         self.sinks: dict[str, Event] = {}
@@ -241,13 +258,9 @@ class RunState:
 
     def _plan_samples(self, loop: Event) -> None:
         """Note how many samples the steps of a loop use, unless the one before says the same."""
-        step, done, batch = (
-            to_number(loop.get(key)) or 0.0 for key in ("step", "done", "batch_size")
-        )
-        size, steps = (to_number(loop.get(key)) or 0.0 for key in ("samples", "steps_per_epoch"))
-        plan = SamplePlan(step, done, batch, *((size, steps) if size and steps else (0.0, 0.0)))
+        plan = SamplePlan.of(loop)
         if not self.plans or not self.plans[-1].goes_on_as(plan):
-            self.plans = [earlier for earlier in self.plans if earlier.step < step] + [plan]
+            self.plans = [earlier for earlier in self.plans if earlier.step < plan.step] + [plan]
 
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
@@ -296,12 +309,8 @@ class RunState:
         self.scalars.discard_after(last)
         self.score.discard_after(last)
         self.timings.discard_after(last, trained=self.loop is not None)
-        for images in self.images.values():
-            images.filter(lambda image: image.position <= last)
-        for histograms in self.histograms.values():
-            histograms.filter(lambda histogram: histogram.position <= last)
-        self.images = {name: series for name, series in self.images.items() if len(series)}
-        self.histograms = {name: series for name, series in self.histograms.items() if len(series)}
+        self.images = _until(last, self.images)
+        self.histograms = _until(last, self.histograms)
         self.started = time if self.started is None else self.started
         self._add_to_timeline(event, kind, time)
         if self.loop is not None:
@@ -356,7 +365,7 @@ class RunState:
         while self._histogram_bytes() > HISTOGRAM_BYTES and self._most_histograms > 1:
             self._most_histograms //= 2
             for series in self.histograms.values():
-                series.bound(self._most_histograms)
+                _bound(series, self._most_histograms)
 
     def _histogram_bytes(self) -> int:
         return sum(each.nbytes for series in self.histograms.values() for each in series)
@@ -366,14 +375,14 @@ class RunState:
         if position is None:
             return
         if isinstance(event.get("quantiles"), dict) and self.timings.append_summary(
-            position[0], time, self.attempts, event
+            position[0], time, event
         ):
             self._reach(position[0] + 1, time)
         if not isinstance(workers, list) or not 0 < len(workers) <= MOST_TIMED:
             return
         if all(isinstance(worker, dict) for worker in workers):
             seconds = [seconds_of(worker) for worker in workers]
-            self.timings.append(position[0], time, self.attempts, seconds)
+            self.timings.append(position[0], time, seconds)
             self._reach(position[0] + 1, time)
 
     def _add_image(self, event: dict[str, Any]) -> None:
@@ -384,8 +393,9 @@ class RunState:
         width, height = (to_int(event.get(field)) or 0 for field in ("width", "height"))
         self._image_count += 1
         if name in self.images or len(self.images) < MOST_NAMES:
-            series = self.images.setdefault(name, Thinned(MOST_IMAGES))
+            series = self.images.setdefault(name, [])
             series.append(Image(number, name, position, path, width, height, size))
+            _bound(series, MOST_IMAGES)
 
     def _add_histogram(self, event: dict[str, Any]) -> None:
         position = _position(event)
@@ -397,8 +407,9 @@ class RunState:
         is_shown = name in self.histograms or len(self.histograms) < MOST_NAMES
         if position is not None and np.isfinite(bins).all() and is_shown:
             others = {key: to_int(event.get(key)) or 0 for key in NON_FINITE}
-            series = self.histograms.setdefault(name, Thinned(self._most_histograms))
+            series = self.histograms.setdefault(name, [])
             series.append(Histogram(position, bins, others))
+            _bound(series, self._most_histograms)
 
     def _reach(self, step: float | None, time: float | None = None) -> None:
         """Record that `step` steps are done, and the time if it is known."""
@@ -417,12 +428,31 @@ class RunState:
         self._list(TimelineEvent(time, kind, step, text, severity, detail))
 
     def _list(self, event: TimelineEvent) -> None:
-        """Append an event to the timeline, which keeps the newest of frequent kinds."""
+        """Append an event to the timeline; of too many, older ones of the most frequent kind go."""
         self.timeline.append(event)
         if len(self.timeline) > MOST_EVENTS:
-            before, kinds = len(self.timeline), [event.kind for event in self.timeline]
-            self.timeline = newest_of_each(self.timeline, kinds, MOST_EVENTS)
-            self.dropped_events += before - len(self.timeline)
+            later = self.timeline[1:]
+            ((kind, count),) = Counter(event.kind for event in later).most_common(1)
+            rows = [row for row, event in enumerate(later, 1) if event.kind == kind]
+            if count < MOST_EVENTS // MOST_KINDS:  # no run has as many kinds
+                rows = list(range(1, len(self.timeline)))
+            dropped = set(rows[: (len(rows) + 1) // 2])
+            self.timeline = [event for row, event in enumerate(self.timeline) if row not in dropped]
+            self.dropped_events += len(dropped)
+
+
+def _until(last: StepPosition, items: Mapping[str, list[Item]]) -> dict[str, list[Item]]:
+    """Return the items of each name until a position, without names that have none."""
+    kept = {
+        name: [each for each in series if each.position <= last] for name, series in items.items()
+    }
+    return {name: series for name, series in kept.items() if series}
+
+
+def _bound(series: list[Item], limit: int) -> None:
+    """Keep at most `limit` items and the last one."""
+    if len(series) > limit + 1:
+        series[:] = spread(series, [item.position[0] for item in series], max(1, limit // 2))
 
 
 def _last_epoch(loop: Event, following: int | None, step: float | None) -> int | None:

@@ -55,34 +55,31 @@ class Newest(NamedTuple):
 
 
 class Timings:
-    """Seconds of each step: 76 bytes per step, and 4 more per worker.
+    """Seconds of each step: 68 bytes per step, and 4 more per worker.
 
     A worker's own seconds exclude its waits for other workers. The record has quantiles of many
     workers instead. `flush` bounds the rows: one then has the means of several steps.
     """
 
     def __init__(self) -> None:
-        # the first step, the time of the last, attempt, workers, number of steps, parts, and
-        # quantiles of own seconds, NaN if there are none
-        numbers = [np.float32] * len((*PARTS, *QUANTILES))
-        self._steps = Table(np.float64, np.float64, np.int32, np.int32, np.int32, *numbers)
+        # the first step, the number of steps, workers, parts, the rest of the time, and quantiles
+        # of own seconds, NaN if there are none
+        numbers = [np.float32] * len((*PARTS, OTHER, *QUANTILES))
+        self._steps = Table(np.float64, np.int32, np.int32, *numbers)
         self._own = Table(np.float32)  # per worker of each step, in rank order
+        self._last: tuple[float, float] | None = None  # step of this attempt, and its time
         self._newest = Newest.of_steps()
         self._trained = self._newest  # of the last attempt with a loop, for those that make no step
 
-    def append(
-        self, step: float, time: float, attempt: int, workers: Sequence[Sequence[float]]
-    ) -> None:
+    def append(self, step: float, time: float, workers: Sequence[Sequence[float]]) -> None:
         """Append a step of at least one worker, with each worker's seconds by part and own ones."""
         *means, _ = [sum(column) / len(workers) for column in zip(*workers, strict=True)]
-        self._steps.append((step, time, attempt, len(workers), 1, *means, *NO_QUANTILES))
+        self._append(step, time, len(workers), means, NO_QUANTILES)
         for *_, own_seconds in workers:
             self._own.append((own_seconds,))
         self._newest.workers.append((step, workers))
 
-    def append_summary(
-        self, step: float, time: float, attempt: int, event: Mapping[str, Any]
-    ) -> bool:
+    def append_summary(self, step: float, time: float, event: Mapping[str, Any]) -> bool:
         """Append a step of many workers; return False for an event that no run writes."""
         means, quantiles = event.get("mean"), event.get("quantiles")
         values = quantiles.get(OWN) if isinstance(quantiles, dict) else None
@@ -90,26 +87,44 @@ class Timings:
             return False
         if len(values) != len(QUANTILES):
             return False
-        parts = [to_float(means.get(part, 0.0)) for part in PARTS]
         seconds = [*map(to_float, values)]
-        self._steps.append((step, time, attempt, 0, 1, *parts, *seconds))
+        self._append(step, time, 0, [to_float(means.get(part, 0.0)) for part in PARTS], seconds)
         if (rank := to_int(event.get("slowest"))) is not None:
             self._newest.slowest.append((step, (rank, seconds[-1], seconds[len(seconds) // 2])))
         return True
+
+    def _append(
+        self,
+        step: float,
+        time: float,
+        workers: int,
+        parts: Sequence[float],
+        quantiles: Sequence[float],
+    ) -> None:
+        """Append a step with the rest of its time, NaN if the step before is unknown.
+
+        A step's timing is recorded with the next exchange, so its time is the one since the timing
+        of the step before. The rest is negative if its last part ended after its exchange, such as
+        a snapshot: the time of the next step then has it. In means, this cancels.
+        """
+        rest = math.nan
+        if self._last is not None and self._last[0] + 1 == step:
+            rest = time - self._last[1] - sum(parts)
+        self._last = step, time
+        self._steps.append((step, 1, workers, *parts, rest, *quantiles))
 
     def discard_after(self, last: StepPosition, *, trained: bool = False) -> None:
         """Remove all steps after a position, because a new attempt starts there.
 
         `trained` says whether the attempt before had a loop.
         """
-        step, _, _, _, count, *_ = self._steps.columns()
-        self._filter(step + (count - 1) < last[0])
+        step, count, workers, *_ = self._steps.columns()
+        rows = step + (count - 1) < last[0]
+        self._own.filter(np.repeat(rows, workers))
+        self._steps.filter(rows)
+        self._last = None
         self._trained = (self._newest if trained else self._trained).before(last[0])
         self._newest = Newest.of_steps()
-
-    def _filter(self, rows: NDArray[np.bool_]) -> None:
-        self._own.filter(np.repeat(rows, self._steps.columns()[3]))
-        self._steps.filter(rows)
 
     @property
     def nbytes(self) -> int:
@@ -119,43 +134,27 @@ class Timings:
     def flush(self, rows: int) -> None:
         """Put steps into arrays, of at most `rows` rows, and `OWN_PER_ROW` times as many workers.
 
-        The newest rows stay, also if they are more.
+        If there are more, all but the newest become the means of equal spans of steps.
         """
         self._steps.flush()
         self._own.flush()
-        while len(self._steps) > 4 * RECENT and (
-            len(self._steps) > rows or len(self._own) > OWN_PER_ROW * rows
+        most = OWN_PER_ROW * rows
+        if len(self._steps) <= max(rows, 4 * RECENT) and len(self._own) <= most:
+            return
+        steps = self.steps()
+        newest = max(0, len(steps.step) - RECENT)
+        if not newest:
+            return
+        old = steps.at(slice(0, newest))
+        most_workers = max(1, int(old.workers.max()))
+        for table in (self._steps, self._own):
+            table.filter(slice(0))
+        for part in (
+            old.means(min(rows, most // most_workers) // 2),
+            steps.at(slice(newest, None)),
         ):
-            self._halve()
-
-    def _halve(self) -> None:
-        """Replace pairs of rows by their means, where steps and workers follow each other.
-
-        If few do, each second row is left out. The newest rows stay.
-        """
-        columns = [column.copy() for column in self._steps.columns()]
-        own = self._own.columns()[0].copy()
-        step, time, attempt, workers, count, *means = columns
-        pairs = (len(step) - RECENT - 1) // 2
-        first = 2 * np.arange(pairs)
-        second = first + 1
-        follows = _follows(step, count, attempt)[first] & (workers[first] == workers[second])
-        if 4 * follows.sum() >= pairs:
-            first, second = first[follows], second[follows]
-            is_first, is_second = np.zeros((2, len(step)), np.bool_)
-            is_first[first] = is_second[second] = True
-            share = (count[first] / (count[first] + count[second])).astype(np.float32)
-            for values in means:
-                values[first] = _weighted(share, values[first], values[second])
-            earlier, later = np.repeat(is_first, workers), np.repeat(is_second, workers)
-            own[earlier] = _weighted(np.repeat(share, workers[first]), own[earlier], own[later])
-            time[first] = time[second]
-            count[first] += count[second]
-            self._steps.replace(*columns)
-            self._own.replace(own)
-        is_left = np.ones(len(step), np.bool_)
-        is_left[second] = False
-        self._filter(is_left)
+            self._steps.extend(part.step, part.count, part.workers, *part.parts, *part.quantiles)
+            self._own.extend(part.own_seconds)
 
     def restore(self) -> None:
         """Return to the last attempt with a loop, because the current one made no step."""
@@ -163,20 +162,22 @@ class Timings:
 
     def steps(self) -> Steps:
         """Return all steps."""
-        step, time, attempt, workers, count, *numbers = self._steps.columns()
-        parts, quantiles = tuple(numbers[: len(PARTS)]), tuple(numbers[len(PARTS) :])
-        return Steps(step, time, attempt, workers, count, parts, quantiles, self._own.columns()[0])
+        step, count, workers, *numbers = self._steps.columns()
+        parts, quantiles = tuple(numbers[: -len(QUANTILES)]), tuple(numbers[-len(QUANTILES) :])
+        return Steps(step, count, workers, parts, quantiles, self._own.columns()[0])
 
     def parts(self) -> dict[str, float | None]:
         """Return the mean seconds per step by part, over workers and the newest steps.
 
         A step lasts until the next one begins, so with `OTHER` they add up to all of the time.
         """
-        recent = self._recent()
-        rows = np.isfinite(recent.wall())
+        parts = self._recent().parts
+        rows = np.isfinite(parts[-1])
         rows |= not rows.any()
-        means = {name: _mean(column[rows]) for name, column in recent.by_part().items()}
-        return {name: mean and max(0.0, mean) for name, mean in means.items()}
+        means = [_mean(column[rows]) for column in parts]
+        return {
+            name: mean and max(0.0, mean) for name, mean in zip((*PARTS, OTHER), means, strict=True)
+        }
 
     def seconds(self) -> float | None:
         """Return the mean seconds of a step, which `parts` add up to; None if unknown."""
@@ -197,7 +198,8 @@ class Timings:
         seconds = np.asarray([step for step in newest if len(step) == count])
         medians = np.median(seconds[:, :, -1], axis=0).tolist()
         finite = [value if np.isfinite(value) else 0.0 for value in medians]
-        wall = _mean(self._recent().wall()[-len(seconds) :])
+        parts = np.array(self._recent().parts, np.float64)[:, -len(seconds) :]
+        wall = _mean(parts[:, np.isfinite(parts).all(axis=0)].sum(axis=0))
         lag = _lag(max(finite), median_low(finite), wall)
         with np.errstate(invalid="ignore"):  # infinities that no run writes
             means = seconds.mean(axis=0)
@@ -229,23 +231,20 @@ class Timings:
         return None if lag is None else (rank, seconds, lag)
 
     def _recent(self) -> Steps:
-        """Return the newest steps and the one before, whose time is the start of the first."""
         steps = self.steps()
-        return steps.at(slice(max(0, len(steps.step) - RECENT - 1), len(steps.step)))
+        return steps.at(slice(max(0, len(steps.step) - RECENT), None))
 
 
 @dataclass(frozen=True)
 class Steps:
     """Steps [N]: `parts` are means over workers; `own_seconds` are those of `workers`, by step.
 
-    A row may have the means of `count` steps from `step` on, of which the last was at `time`.
+    The last part is the rest of the time. A row may have the means of `count` steps from `step` on.
     """
 
     step: NDArray[Any]
-    time: NDArray[Any]
-    attempt: NDArray[Any]
-    workers: NDArray[Any]
     count: NDArray[Any]
+    workers: NDArray[Any]
     parts: tuple[NDArray[Any], ...]
     quantiles: tuple[NDArray[Any], ...]
     own_seconds: NDArray[Any]
@@ -257,73 +256,59 @@ class Steps:
     def to_json(self, start: float | None, end: float | None, points: int) -> dict[str, Any]:
         """Return x, parts, workers and quantiles (of many workers) from step `start` to `end`.
 
-        Values are means over at most `points` equal spans of steps; each x is the first step of
-        its span. A worker that took no part in a span has None.
+        Values are those of `means`. A worker that took no part in a span has None.
         """
-        if (self.step[1:] < self.step[:-1]).any():  # no run wrote this record
-            return self._sorted().to_json(start, end, points)
-        steps = self.at(row_range(self.step, start, end))
+        steps = self._sorted().at(row_range(np.sort(self.step), start, end))
         if not len(steps.step):
             parts: dict[str, list[float]] = {name: [] for name in (*PARTS, OTHER)}
             return {"x": [], "parts": parts, "workers": [], "quantiles": []}
-        bounds = equal_spans(steps.step, max(1, points))
-        # of each step
-        span = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])
+        means = steps.means(max(1, points))
+        workers = means.own_seconds.reshape(len(means.step), int(means.workers[0]))
+        columns = [to_list(np.maximum(part, 0.0)) for part in means.parts]
         return {
-            "x": [float(steps.step[start]) for start, _ in bounds],
-            "parts": {
-                name: to_list(np.maximum(_means(span, column, len(bounds), steps.count), 0.0))
-                for name, column in steps.by_part().items()
-            },
-            "workers": steps.by_worker(span, len(bounds)),
+            "x": means.step.tolist(),
+            "parts": dict(zip((*PARTS, OTHER), columns, strict=True)),
+            "workers": [to_list(column) for column in workers.T],
             "quantiles": [
-                to_list(_means(span, column, len(bounds), steps.count))
-                for column in steps.quantiles
-                if np.isfinite(column).any()
+                to_list(column) for column in means.quantiles if np.isfinite(column).any()
             ],
         }
 
-    def by_part(self) -> dict[str, NDArray[Any]]:
-        """Return each step's mean seconds by part, and the rest of its time, NaN if unknown.
+    def means(self, spans: int) -> Steps:
+        """Return the means of at most `spans` equal spans of steps, each with its first step.
 
-        The rest may be negative in a step whose last part ended after its exchange, such as a
-        snapshot: the time of the next step then has it. In means, this cancels.
+        All spans have the same number of workers: the seconds of missing ones are NaN.
         """
-        rest = self.wall() - sum(part.astype(np.float64) for part in self.parts)
-        return {**dict(zip(PARTS, self.parts, strict=True)), OTHER: rest}
-
-    def wall(self) -> NDArray[Any]:
-        """Return the seconds since the timing of the step before, NaN if unknown.
-
-        A step's timing is recorded with the next exchange.
-        """
-        follows = _follows(self.step, self.count, self.attempt)
-        wall = np.full(len(self.step), np.nan)
-        wall[1:] = np.where(follows, np.diff(self.time) / self.count[1:], np.nan)
-        return wall
-
-    def by_worker(self, span: NDArray[np.intp], count: int) -> list[list[float | None]]:
-        """Return the mean own seconds of each worker in each of `count` spans."""
-        largest = int(self.workers.max())
-        ends = np.cumsum(self.workers, dtype=np.int64)
-        ranks = np.arange(len(self.own_seconds)) - np.repeat(ends - self.workers, self.workers)
-        cells = np.repeat(span * largest, self.workers) + ranks
-        weights = np.repeat(self.count, self.workers)
-        means = _means(cells, self.own_seconds, count * largest, weights).reshape(count, largest)
-        return [to_list(column) for column in means.T]
+        steps = self._sorted()
+        starts, stops = np.array(equal_spans(steps.step, spans)).T
+        span, count = np.repeat(np.arange(len(starts)), stops - starts), len(starts)
+        most = int(steps.workers.max())
+        ends = np.cumsum(steps.workers, dtype=np.int64)
+        ranks = np.arange(len(steps.own_seconds)) - np.repeat(ends - steps.workers, steps.workers)
+        cells = np.repeat(span * most, steps.workers) + ranks
+        weights = np.repeat(steps.count, steps.workers)
+        return Steps(
+            steps.step[starts],
+            np.add.reduceat(steps.count, starts),
+            np.full(count, most),
+            tuple(_means(span, part, count, steps.count) for part in steps.parts),
+            tuple(_means(span, each, count, steps.count) for each in steps.quantiles),
+            _means(cells, steps.own_seconds, count * most, weights),
+        )
 
     def _sorted(self) -> Steps:
-        order = np.argsort(self.step, kind="stable")
+        if not (self.step[1:] < self.step[:-1]).any():
+            return self
+        order = np.argsort(self.step, kind="stable")  # no run wrote this record
         ranks = np.repeat(np.argsort(order, kind="stable"), self.workers)
         return self._take(order, np.argsort(ranks, kind="stable"))
 
     def _take(self, rows: Any, worker_rows: Any) -> Steps:
-        parts = tuple(part[rows] for part in self.parts)
-        quantiles = tuple(quantile[rows] for quantile in self.quantiles)
-        columns = (self.step, self.time, self.attempt, self.workers, self.count)
-        step, time, attempt, workers, count = (column[rows] for column in columns)
-        own_seconds = self.own_seconds[worker_rows]
-        return Steps(step, time, attempt, workers, count, parts, quantiles, own_seconds)
+        step, count, workers = (part[rows] for part in (self.step, self.count, self.workers))
+        parts, quantiles = (
+            tuple(part[rows] for part in columns) for columns in (self.parts, self.quantiles)
+        )
+        return Steps(step, count, workers, parts, quantiles, self.own_seconds[worker_rows])
 
 
 def seconds_of(worker: Mapping[str, Any]) -> list[float]:
@@ -393,18 +378,3 @@ def _means(
     total = np.bincount(groups, weights=weights, minlength=count)
     sums = np.bincount(groups, weights=weights * values, minlength=count)
     return np.where(total > 0, sums / np.maximum(total, 1), np.nan)
-
-
-def _follows(step: NDArray[Any], count: NDArray[Any], attempt: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return whether each row but the first begins with the step after those of the row before."""
-    follows: NDArray[np.bool_] = step[:-1] + count[:-1] == step[1:]
-    follows &= np.diff(attempt) == 0
-    return follows
-
-
-@np.errstate(invalid="ignore")  # infinities that no run writes
-def _weighted(
-    share: NDArray[np.float32], first: NDArray[Any], second: NDArray[Any]
-) -> NDArray[Any]:
-    mean: NDArray[Any] = share * first + (1 - share) * second
-    return mean

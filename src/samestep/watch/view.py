@@ -33,7 +33,7 @@ from samestep.watch.curves import (
     to_number,
     to_text,
 )
-from samestep.watch.run_state import SYSTEM, RunState, cause
+from samestep.watch.run_state import SYSTEM, RunState, SamplePlan, cause
 from samestep.watch.timings import started_workers, worker_rows
 
 EVENTS_AT_A_TIME: Final = 256  # applied while holding the lock
@@ -230,9 +230,13 @@ class View:
                     for name, curve in curves.items()
                 ],
                 "principals": principals(curves, score),
-                "images": _images(run),
+                "images": [
+                    {"name": name, "items": [image.to_json() for image in series]}
+                    for name, series in run.images.items()
+                ],
                 "histograms": [
-                    {"name": name, "count": series.count} for name, series in run.histograms.items()
+                    {"name": name, "step": series[-1].position[0]}
+                    for name, series in run.histograms.items()
                 ],
                 "workers": worker_rows(run.start, run.timings),
                 "parts": run.timings.parts(),
@@ -287,11 +291,6 @@ class View:
             raise RecordError("a run at a URL is read-only")
         self.source.notes.write(tags, note, version)
 
-    def scalars(self) -> list[str]:
-        """Return the names of the scalars that have points."""
-        with self._lock:
-            return list(self._run.curves)
-
     def curve(
         self,
         name: str,
@@ -332,7 +331,7 @@ class View:
         return self._run.started or 0.0
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """Return the histograms of a name over the run, evenly thinned to at most 201.
+        """Return the histograms of a name over the run, evenly, at most 201.
 
         Each has its step, bins as [edge nearest to zero, count], and counts of other values. Raises
         `KeyError` if there is no such name.
@@ -501,45 +500,16 @@ def _progress(run: RunState, *, is_running: bool) -> dict[str, Any]:
         "share": None if share is None else min(1.0, max(0.0, share)),
         "is_of_epoch": bool(per_epoch),
         "epochs": to_int(loop.get("epochs")),
-        "samples": _samples(loop, done, batch),
+        "samples": None if batch is None else int(SamplePlan.of(loop).used(done)),
         "samples_per_second": None if pace is None or batch is None else pace * batch,
         "steps_per_second": pace,
         "seconds_left": None if expected is None or remaining is None else remaining * expected,
     }
 
 
-def _samples(loop: Mapping[str, Any], done: int, batch: int | None) -> int | None:
-    """Return the number of samples that a loop has used. An epoch's last batch may be short."""
-    if batch is None:
-        return None
-    size, steps = to_int(loop.get("samples")), to_int(loop.get("steps_per_epoch"))
-    if not size or not steps:
-        return done * batch
-    return done // steps * size + min(done % steps * batch, size)
-
-
 def _all_samples(run: RunState) -> float | None:
     samples = run.samples_after(np.array([run.step]))
     return None if samples is None else float(samples[0])
-
-
-def _images(run: RunState) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "items": [
-                {
-                    "number": image.number,
-                    "step": image.step,
-                    "bytes": image.size,
-                    "width": image.width,
-                    "height": image.height,
-                }
-                for image in series
-            ],
-        }
-        for name, series in run.images.items()
-    ]
 
 
 def _origin(run: RunState) -> dict[str, Any]:

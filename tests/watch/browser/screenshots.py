@@ -46,7 +46,6 @@ def main(out: Path) -> None:
             train(runs / name, EXAMPLE, name)
         with stalled(runs / "stalled"), browsing() as driver, serving(runs) as server:
             take_all(Page(driver, server), out)
-            plot(runs / "digits", runs / "digits-low", out=out / "plot.png")
 
 
 def train(directory: Path, *command: str) -> None:
@@ -119,12 +118,6 @@ def take_all(page: Page, out: Path) -> None:
     take(page, out / "phone.png", "digits", smooth=0.8)
     page.use_color_scheme("light")
     take(page, out / "phone-settings.png", "digits", tab="settings", versus="digits-low")
-
-
-def plot(*runs: Path, out: Path) -> None:
-    """Draw the example of `samestep plot`."""
-    options = ("--scalars", "loss,top1", "--smooth", "0.8", "--size", "8x3", "--out", out)
-    subprocess.run([sys.executable, "-m", "samestep", "plot", *runs, *options], check=True)
 
 
 def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -8,12 +7,10 @@ import sys
 import time
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from samestep.watch import plot
 from samestep.watch.report import make_report
 from tests.watch.browser.pages import OWN_SCRIPTS
 from tests.watch.browser.runs import append, losses, paint, shown_color
@@ -438,7 +435,7 @@ def test_a_run_without_a_step_says_so_on_the_page_and_in_a_report(run, page, tmp
     assert page.text("#panel-time").startswith("A step takes 2 s")
 
 
-def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_path, monkeypatch):
+def test_page_and_report_agree_about_a_run_that_was_resumed(run, page, tmp_path):
     values = {0: 1.0, 1: 0.5, 2: 0.123456, 3: 0.8, 4: 0.7}
     before = [scalars(step, loss=value) for step, value in {**values, 3: 0.01, 5: 0.02}.items()]
     after = [scalars(step, loss=value) for step, value in values.items() if step >= 3]
@@ -455,13 +452,6 @@ def test_page_report_and_plot_agree_about_a_run_that_was_resumed(run, page, tmp_
     assert on_page == ("5", "0.7", "best 0.1235", "loss 0.7↓13%best 0.1235@2")
     open_report(page, run, tmp_path)
     assert read_page() == on_page
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    parser = argparse.ArgumentParser()
-    plot.add_arguments(parser)
-    plot.main(parser.parse_args([str(run), "--out", "loss.svg"]))
-    (line,) = figures[0].axes[0].lines
-    assert dict(zip(*line.get_data(), strict=True)) == values
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ export function histograms() {
       select.value = shown.name;
       if (key !== `${run.id} ${shown.name}`) chosen = null;
       key = `${run.id} ${shown.name}`;
-      load(path("histogram", { id: run.id, name: shown.name }), `${shown.count} ${run.attempts}`);
+      load(path("histogram", { id: run.id, name: shown.name }), `${shown.step} ${run.attempts}`);
     },
     repaint: draw,
   };

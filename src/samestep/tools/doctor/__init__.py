@@ -1,1 +1,0 @@
-"""`samestep doctor`: check this machine, and list problems with their fixes."""
