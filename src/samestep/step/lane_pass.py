@@ -355,7 +355,7 @@ class LanePass:
         if self.context.replicas.all[1:]:
             self.context.replicas.refresh()
         if self._has_buffers:
-            self.context.buffers.begin_step(self.parameters)
+            self.context.buffers.begin_step()
 
     def _run_on(self, replica: Replica) -> LaneSteps[None]:
         """Compute the sums of one device's lanes.
@@ -432,8 +432,6 @@ class LanePass:
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers."""
         buffers, scalars = self.context.buffers, self.scalars
-        if self._has_buffers:
-            buffers.end_lanes(scalars.copy)
         scalars.wait()
         # per subtree; a parameter is missing only if no subtree has it
         missing = (
@@ -444,7 +442,6 @@ class LanePass:
             "lanes": scalars.results(),
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written() if self._has_buffers else [],
-            "late": buffers.late() if self._has_buffers else [],
         }
 
     def divisors(self) -> list[tuple[int, float, list[float]]]:
