@@ -49,6 +49,7 @@ LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 Plugin = TypeVar("Plugin")
+Value = TypeVar("Value")
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
 
 
@@ -452,9 +453,15 @@ class LanePass:
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         if lane not in self.inputs.batches:  # no samples
             return [None] * len(self.parameters)
+        return (yield from self.explained(lane, replica, self._gradients))
+
+    def explained(
+        self, lane: int, replica: Replica, compute: Callable[[int, Replica], LaneSteps[Value]]
+    ) -> LaneSteps[Value]:
+        """Compute something of a lane; if it fails, explain why."""
         self.context.world.status.set_activity(f"computing lane {lane}")
         try:
-            return (yield from self._gradients(lane, replica))
+            return (yield from compute(lane, replica))
         except (MemoryError, RuntimeError, ValueError) as error:
             explanation = explanation_of(
                 error,
@@ -463,7 +470,7 @@ class LanePass:
                 self.inputs.samples(lane),
                 f"{replica.device} on worker {self.context.world.rank}",
                 self.seed[0],
-                again=lambda: finished(self._gradients(lane, replica)),
+                again=lambda: finished(compute(lane, replica)),
             )
             if explanation is None:
                 raise
