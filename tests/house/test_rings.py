@@ -17,8 +17,8 @@ CORE = {
     "step": 6_180,
     "comm": 4_730,
     "cluster": 690,
-    "snapshot": 5_140,
-    "record": 2_700,
+    "snapshot": 5_080,
+    "record": 2_725,
     "run": 3_820,
     "": 3_930,
 }
