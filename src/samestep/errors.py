@@ -11,8 +11,9 @@
     ├── LossError
     │   └── NonFiniteLossError
     ├── OutOfMemoryError, also a MemoryError
-    └── ModelError, DivergenceError, RecheckError, OptimizerError, EvaluationError, SnapshotError,
-        RecordError, VerifyError
+    ├── DivergenceError
+    │   └── RecheckError
+    └── ModelError, OptimizerError, EvaluationError, SnapshotError, RecordError, VerifyError
 
 A message says what is wrong with which value, what was expected, and what to do.
 """
@@ -145,37 +146,11 @@ class OutOfMemoryError(SamestepError, MemoryError):
 class DivergenceError(SamestepError):
     """Replicated state differs between workers; names the step, the tensor and the workers.
 
-    Attributes: `ranks` and `hosts` (tuples) of the workers that differ from the majority, or of all
-    if there is none; `step` and `tensor`, where the first difference is, or the path of a number;
-    `is_certain` (bool): with `recheck_every`, only tensors differ, and most of at least three
-    workers have the same ones. A launcher of several hosts then goes on without those of the
-    others.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        *,
-        ranks: tuple[int, ...] = (),
-        hosts: tuple[str, ...] = (),
-        step: int = 0,
-        tensor: str = "",
-        is_certain: bool = False,
-        is_secondary: bool = False,
-    ) -> None:
-        super().__init__(text)
-        self.ranks, self.hosts, self.step, self.tensor = ranks, hosts, step, tensor
-        self.is_certain = self.is_retryable = is_certain
-        self.is_secondary = is_secondary
-
-
-class RecheckError(SamestepError):
-    """A lane or an update that was computed again has other bits, as on faulty hardware.
-
-    Attributes: `ranks`, `hosts` and `devices` (tuples) of the worker that the others outvoted, or
-    of all that may be wrong; `step`, `lane` (None in an update) and `tensor`, where the first
-    difference is; `is_certain` (bool): most workers agree that those of `ranks` are wrong. A
-    launcher of several hosts then goes on without theirs.
+    Attributes: `ranks`, `hosts` and `devices` (tuples) of the workers that differ from the
+    majority, or of all that may be wrong if there is none; `step` and `tensor`, where the first
+    difference is, or the path of a number; `lane` (None if it is in no lane); `is_certain` (bool):
+    with `recheck_every`, only tensors differ, and most of at least three workers have the same
+    ones. A launcher of several hosts then goes on without those of the others.
     """
 
     def __init__(
@@ -186,7 +161,7 @@ class RecheckError(SamestepError):
         hosts: tuple[str, ...] = (),
         devices: tuple[str, ...] = (),
         step: int = 0,
-        lane: int | None = 0,
+        lane: int | None = None,
         tensor: str = "",
         is_certain: bool = False,
         is_secondary: bool = False,
@@ -196,6 +171,10 @@ class RecheckError(SamestepError):
         self.step, self.lane, self.tensor = step, lane, tensor
         self.is_certain = self.is_retryable = is_certain
         self.is_secondary = is_secondary
+
+
+class RecheckError(DivergenceError):
+    """A lane or an update that was computed again has other bits, as on faulty hardware."""
 
 
 class OptimizerError(SamestepError):

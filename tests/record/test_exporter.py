@@ -328,6 +328,24 @@ def test_a_hanging_sink_delays_neither_other_sinks_nor_the_end(
     )
 
 
+def test_the_end_waits_for_a_slow_function_but_for_no_other_sink(
+    record, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(exporter, "FINISH_SECONDS", 0.5)
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef send(path):\n    time.sleep(3)\n    open('sent', 'a').write(path)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    hanging = name_of(Hanging)
+    both = [SinkSpec("transfer", "slow:send"), *sinks(hanging)]
+    process = ExporterProcess(run, both, record)
+    record.event("started", step=0)
+    process.finish()
+    assert "record/" in (tmp_path / "sent").read_text()
+    assert statuses(run)["slow:send"]["error"] is None
+    assert statuses(run)[hanging]["error"] is not None
+
+
 def test_output_of_a_users_function_goes_to_stderr(record, run, tmp_path, monkeypatch, capfd):
     (tmp_path / "chatty.py").write_text(
         "def send(path):\n    print('sending', path.split('/')[-1])\n"

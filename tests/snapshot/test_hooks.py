@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from samestep.errors import ConfigError, SnapshotError
 from samestep.record.sinks import find_function
 from samestep.snapshot import hooks, load
 from samestep.snapshot.commit import keep_newest
-from samestep.snapshot.hooks import FunctionHook, Hook, Mirror
+from samestep.snapshot.hooks import Hook, Mirror
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.remote import RemoteDirectory
 from tests.faults import flip_byte
@@ -73,82 +73,6 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
     may_end.set()
     background._thread.join(300)
     assert len(passes) == 1
-
-
-@pytest.fixture
-def directory(tmp_path):
-    for step in (1, 2):
-        save_once(tmp_path, step, small_state(step), workers=2)
-    return tmp_path
-
-
-def transferred(directory, function, *steps):
-    """Transfer the snapshots of these steps; return the reports."""
-    reported = []
-    with closing(
-        FunctionHook(function, lambda kind, **fields: reported.append((kind, fields)))
-    ) as transfer:
-        for name in steps_of(*steps):
-            transfer.on_commit(directory / name)
-        transfer.finish()
-    return reported
-
-
-def test_every_file_is_passed_and_the_manifest_last(directory):
-    paths = []
-    assert transferred(directory, paths.append, 1, 2) == []
-    assert [path.split("/")[-2] for path in paths] == [
-        name for name in steps_of(1, 2) for _ in range(3)
-    ]
-    assert [path.endswith(NAME) for path in paths] == [False, False, True] * 2
-    assert set(paths) == set(map(str, directory.glob("*/*")))
-
-
-@pytest.mark.parametrize("error", [OSError("no route"), SystemExit(3)])
-def test_a_failing_function_is_reported_and_called_for_the_next_snapshot(directory, caplog, error):
-    paths = []
-
-    def fail_once(path):
-        paths.append(path)
-        if len(paths) == 2:
-            raise error
-
-    with caplog.at_level(logging.WARNING, "samestep"):
-        reported = transferred(directory, fail_once, 1, 2)
-    reason = f"{type(error).__name__}: {error}"
-    assert reported == [("transfer_failed", {"path": paths[1], "reason": reason})]
-    assert f"transfer failed for {paths[1]}: {reason}" in caplog.text
-    assert [path.split("/")[-2] for path in paths] == [*steps_of(1, 1), *steps_of(2, 2, 2)]
-
-
-def test_a_function_that_never_worked_is_an_error_at_the_end(directory):
-    def fail(path):
-        raise OSError("no route")
-
-    with pytest.raises(SnapshotError, match="transfer failed for every file") as caught:
-        transferred(directory, fail, 1, 2)
-    assert "OSError: no route" in str(caught.value)
-
-
-def test_a_removed_snapshot_is_skipped(directory):
-    paths = []
-    assert transferred(directory, paths.append, 7, 1) == []
-    assert {path.split("/")[-2] for path in paths} == set(steps_of(1))
-
-
-def test_training_does_not_wait_for_the_function(directory):
-    is_saved, was_asked = threading.Event(), threading.Event()
-
-    def wait(_):
-        was_asked.set()
-        is_saved.wait(300)
-
-    with closing(FunctionHook(wait, lambda *_, **__: None)) as transfer:
-        transfer.on_commit(directory / steps_of(1)[0])
-        assert was_asked.wait(300)
-        transfer.on_commit(directory / steps_of(2)[0])
-        is_saved.set()
-        transfer.finish()
 
 
 def test_a_function_is_found_by_its_name():

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from samestep.errors import ConfigError, SnapshotError
+from samestep.errors import ConfigError, RecordError, SnapshotError
 from samestep.snapshot.manifest import NAME
 from samestep.storage import Storage, StorageError
 from tests.jobs import events, image_job, left_by, left_in, snapshots, steps_of, train
@@ -135,12 +135,12 @@ def test_a_function_is_called_with_every_file_of_every_snapshot(tmp_path):
 
 def test_a_function_that_never_works_fails_the_run_only_at_its_end(tmp_path):
     options = {"transfer": f"{functions.__name__}:refuse", "snapshot_every": 4}
-    with pytest.raises(SnapshotError, match="transfer failed for every file"):
+    with pytest.raises(RecordError, match="failed at every call, so nothing was copied"):
         train(image_job, tmp_path, options)
-    failed = events(tmp_path, "transfer_failed")
-    assert [event["reason"] for event in failed] == ["ConnectionError: no route"] * 2
+    failed = events(tmp_path, "sink")
+    assert {event["error"] for event in failed} == {"ConnectionError: no route"}
     assert snapshots(tmp_path) == steps_of(4, 8)
-    assert len(events(tmp_path, "failed")) == 1
+    assert len(events(tmp_path, "finished")) == 1
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def after_a_step(world, lanes, writes):
     buffers.add(model.tied)
     for _ in range(2):
         start = [buffer.clone() for buffer in model.buffers()]
-        buffers.begin_step([])
+        buffers.begin_step()
         for lane in lanes_of(world.rank, world.size, lanes):
             if writes[lane] is not None:
                 assert [bits(buffer) for buffer in model.buffers()] == [
@@ -218,7 +218,7 @@ def test_batch_norm_over_lanes():
         norm = torch.nn.BatchNorm1d(5)
         buffers = Buffers(world, 4, Replicas([CPU], range(4)))
         buffers.add(norm)
-        buffers.begin_step([])
+        buffers.begin_step()
         for lane in lanes_of(world.rank, world.size, 4):
             norm(inputs[lane])
             buffers.end_lane(lane)

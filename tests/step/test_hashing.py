@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from samestep.step import hashing
-from samestep.step.hashing import begin_hashes, device_hashes, hash_of, hashes_of, majority
+from samestep.step.hashing import begin_hashes, device_hashes, hash_of, hashes_of
 
 
 def test_hash_on_a_device_depends_on_every_byte_and_its_place(monkeypatch):
@@ -47,9 +47,3 @@ def test_each_tensor_has_a_hash_of_its_own(monkeypatch):
 def test_a_conjugated_tensor_has_the_hash_of_its_values():
     value = torch.randn(3, dtype=torch.complex64)
     assert begin_hashes([value.conj()])() == begin_hashes([value.conj().resolve_conj()])()
-
-
-def test_majority_does_not_depend_on_the_order_of_names():
-    values = [{"a": 1, "b": 2}, {"b": 3, "a": 1}, {"b": 2, "a": 1}]
-    assert majority(values) == values[0]
-    assert majority(values[:2]) is None

@@ -18,7 +18,7 @@ from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
 from samestep.guards import plugins_of
 from samestep.step import across_hosts, exchange, overlap
-from samestep.step.flat_buffer import SCALAR_STATE, ArrivingBuffer
+from samestep.step.flat_buffer import SCALAR_STATE, FlatBuffer
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import LossSpec
 from samestep.step.lane_results import split_loss
@@ -423,7 +423,7 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
 
 def count_parts(counts):
     """Append to `counts` the number of parts in which each parameter is updated from now on."""
-    update_in_parts = ArrivingBuffer.update_in_parts
+    update_in_parts = FlatBuffer.update_in_parts
 
     def counted(flat_buffer, update):
         counts.append(0)
@@ -437,7 +437,7 @@ def count_parts(counts):
             counts.pop()
         return is_updated
 
-    ArrivingBuffer.update_in_parts = counted
+    FlatBuffer.update_in_parts = counted
 
 
 def updated(world, kind, options, exchange_dtype):

@@ -18,7 +18,6 @@ from typing import Any, Final
 from samestep.errors import (
     ConfigError,
     DivergenceError,
-    RecheckError,
     RecordError,
     SamestepError,
     SnapshotError,
@@ -101,7 +100,7 @@ class WorkerFailure:
         secondary = isinstance(error, SamestepError) and error.is_secondary
         retryable = isinstance(error, SamestepError) and error.is_retryable and not secondary
         failure = cls(rank, at, summary, text, status, secondary, retryable)
-        is_faulty = isinstance(error, (DivergenceError, RecheckError)) and retryable
+        is_faulty = isinstance(error, DivergenceError) and retryable
         return replace(failure, is_faulty=is_faulty)
 
     @classmethod

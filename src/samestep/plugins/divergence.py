@@ -20,16 +20,10 @@ from samestep.data.random_state import set_generators
 from samestep.data.search import KINDS
 from samestep.errors import DivergenceError
 from samestep.plugin import RunPlugin
+from samestep.plugins.disagreement import Disagreement, differing, grouped
 from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
-from samestep.step.hashing import (
-    bytes_of,
-    described,
-    differing_texts,
-    hash_of,
-    majority,
-    texts_of,
-)
+from samestep.step.hashing import bytes_of, hash_of, texts_of
 from samestep.step.lane_pass import LanePass, LossSpec, StepPlugin
 from samestep.step.shard import Shard
 
@@ -43,6 +37,12 @@ CAUSES: Final = (
     " on the rank, or random numbers or data that differ between workers), an optimizer whose step"
     " is not deterministic, or, if it is always the same host, faulty memory"
 )
+CAUSES_OF_TEXTS: Final = (
+    "expected the same value on all workers. Likely causes: code that computes it from what only"
+    " one worker has, such as the losses of its own lanes, a clock or its rank; use the means that"
+    " run.backward or run.evaluate returns, or send it to all workers with run.all_gather"
+)
+SHOWN: Final = 60  # characters of a value in an error
 
 
 class DivergenceCheck(RunPlugin):
@@ -111,52 +111,54 @@ class DivergenceCheck(RunPlugin):
         self._equal_step, self._is_fresh = step, True
 
     def _compare_all(self, step: int, entries: Sequence[Any]) -> None:
-        """Compare (host, checksums, texts) of all workers, by rank, of which digests differ."""
-        hosts, sums_by_rank, texts_by_rank = zip(*entries, strict=True)
-        names = dict.fromkeys(name for sums in sums_by_rank for name in sums)
-        tensors = [name for name in names if len({sums.get(name) for sums in sums_by_rank}) > 1]
-        if texts := differing_texts(texts_by_rank):  # tensors that differ may follow from them
-            what = described(texts[0], texts_by_rank, hosts)
-            raise self._error(step, [*texts, *tensors], hosts, texts_by_rank, what)
+        """Raise the error about (host, checksums, texts) of all workers, if they differ."""
+        hosts, sums, texts = zip(*entries, strict=True)
+        tensors = differing(sums)
+        if names := differing_texts(texts):  # tensors that differ may follow from them
+            what = described(names[0], texts, hosts)
+            raise self._error(step, [*names, *tensors], hosts, texts, what)
         if tensors:  # otherwise only their devices differ, and so the kinds of digests
-            what = f"{_describe([sums.get(tensors[0]) for sums in sums_by_rank], hosts)}; {CAUSES}"
-            raise self._error(step, tensors, hosts, sums_by_rank, what, blames=self._blames)
+            raise self._error(step, tensors, hosts, sums, "", blames=self._blames)
 
     def _error(
         self,
         step: int,
-        differing: Sequence[str],
+        names: Sequence[str],
         hosts: Sequence[str],
-        sums_by_rank: Sequence[Mapping[str, str]],
+        values: Sequence[Mapping[str, str]],
         what: str,
         *,
         blames: bool = False,
     ) -> DivergenceError:
-        """Return the error for this worker. It is secondary if this one is certainly right."""
-        by_rank = [[sums.get(name) for name in differing] for sums in sums_by_rank]
-        expected = majority(by_rank)  # None with two workers
-        ranks = [rank for rank, sums in enumerate(by_rank) if sums != expected]
-        is_certain = blames and expected is not None
-        which = f" (the first of {len(differing)} values that differ)" if differing[1:] else ""
-        if self._equal_step is None:
+        """Return the error for this worker about what differs; `what` describes the first."""
+        own = [[of_worker.get(name) for name in names] for of_worker in values]
+        disagreement = Disagreement([(host, "", row) for host, row in zip(hosts, own, strict=True)])
+        if not what:
+            ranks = disagreement.ranks
+            (who,) = grouped(dict.fromkeys(ranks), hosts).values()
+            what = f"{who} differ{'s' * (len(ranks) == 1)} from the majority"
+            if not disagreement.is_certain:
+                who = " and ".join(grouped(dict(enumerate(row[0] for row in own)), hosts).values())
+                what = f"there is no majority: {who} differ from each other"
+            what += f"; {CAUSES}"
+        which = f" (the first of {len(names)} values that differ)" if names[1:] else ""
+        resume = (
+            "nothing was compared earlier in this attempt: resume from a snapshot that you trust,"
+            " or start over"
+        )
+        if self._equal_step is not None:
             resume = (
-                "nothing was compared earlier in this attempt: "
-                "resume from a snapshot that you trust, or start over"
+                f"all workers were equal after step {self._equal_step}: resume from a snapshot of"
+                " that step or an earlier one"
             )
-        else:
-            resume = (
-                f"all workers were equal after step {self._equal_step}: "
-                "resume from a snapshot of that step or an earlier one"
-            )
-        return DivergenceError(
-            f"workers differ after step {step} in {differing[0]!r}{which}: {what}."
+        return disagreement.error(
+            DivergenceError,
+            self._world.rank,
+            f"workers differ after step {step} in {names[0]!r}{which}: {what}."
             f" samestep verify finds the first step that differs; {resume}",
-            ranks=tuple(ranks),
-            hosts=tuple(hosts[rank] for rank in ranks),
+            blames=blames,
             step=step,
-            tensor=differing[0],
-            is_certain=is_certain,
-            is_secondary=is_certain and self._world.rank not in ranks,
+            tensor=names[0],
         )
 
 
@@ -183,6 +185,25 @@ def digest(state: Mapping[str, Any]) -> str:
     return hasher.hexdigest()
 
 
+def differing_texts(texts_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the paths of values that differ between workers that have them.
+
+    As in a snapshot, each worker may have its own keys in a dict.
+    """
+    paths = dict.fromkeys(path for texts in texts_by_rank for path in texts)
+    return [path for path in paths if len({t[path] for t in texts_by_rank if path in t}) > 1]
+
+
+def described(path: str, texts_by_rank: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
+    """Describe the values of all workers, by rank, of which some differ."""
+    texts = {rank: own[path] for rank, own in enumerate(texts_by_rank) if path in own}
+    parts = [
+        f"{text[:SHOWN]}{'...' * (len(text) > SHOWN)} on {who}"
+        for text, who in grouped(texts, hosts).items()
+    ]
+    return f"{' and '.join(parts)}; {CAUSES_OF_TEXTS}"
+
+
 def _unique(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested state with their paths; skip aliases."""
     seen = set()
@@ -192,23 +213,6 @@ def _unique(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         if memory not in seen:
             seen.add(memory)
             yield path, tensor
-
-
-def _describe(sums: Sequence[str | None], hosts: Sequence[str]) -> str:
-    """Describe which workers differ from the majority in the checksum of one tensor."""
-    ranks_by_sum: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(sums):
-        ranks_by_sum.setdefault(value, []).append(rank)
-
-    def named(ranks: Sequence[int]) -> str:
-        return f"worker {', '.join(f'{rank} ({hosts[rank]})' for rank in ranks)}"
-
-    majority, *others = sorted(ranks_by_sum.values(), key=len, reverse=True)
-    if len(majority) == len(others[0]):
-        groups = " and ".join(map(named, ranks_by_sum.values()))
-        return f"there is no majority: {groups} differ from each other"
-    ranks = sorted(rank for group in others for rank in group)
-    return f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the majority"
 
 
 class LaneObserver(StepPlugin):

@@ -24,9 +24,10 @@ from samestep.comm.base import World
 from samestep.data.batch import Incomplete
 from samestep.data.nested import tensors_in
 from samestep.errors import ConfigError, DataError, RecheckError
+from samestep.plugins.disagreement import Disagreement, differing
 from samestep.plugins.update_check import UpdateCheck
 from samestep.step.gradients import Gradients
-from samestep.step.hashing import begin_hashes, hashes_of, majority
+from samestep.step.hashing import begin_hashes, hashes_of
 from samestep.step.lane_pass import LaneContext, LanePass, StepPlugin
 from samestep.step.lane_results import LaneScalars
 from samestep.step.layout import lanes_of
@@ -194,10 +195,38 @@ class LaneCheck:
             third = self._compute()()
         row = [socket.gethostname(), str(context.devices[0]), third, self._hashes_of_state()]
         rows = context.world.all_gather_json(row, f"computing lane {self.lane} on all workers")
-        hashes = [first[BATCH], again[BATCH], *(third[BATCH] for _, _, third, _ in rows)]
-        if len(set(hashes)) > 1:
+        computed = [first, again, *(third for _, _, third, _ in rows)]
+        if len({hashes[BATCH] for hashes in computed}) > 1:
             raise DataError(OTHER_SAMPLES.format(self.lane, self.lane_pass.seed[0]))
-        raise Verdict(self, first, again, rows).error(context.world.rank)
+        # parameters and buffers that differ explain what was computed from them
+        names = differing([state for *_, state in rows])
+        names = names or [self.name_of(key) for key in differing(computed)]
+        earlier = [(self.owner, first), (self.checker, again)]
+        raise self._error(
+            Disagreement(
+                [(host, device, third) for host, device, third, _ in rows],
+                {rank: [hashes for by, hashes in earlier if by == rank] for rank, _ in earlier},
+            ),
+            names,
+        )
+
+    def _error(self, disagreement: Disagreement, names: Sequence[str]) -> RecheckError:
+        """Return the error for this worker about the tensors that differ."""
+        step, passed = self.lane_pass.seed[0], self.recheck.passed_step
+        more = f" (the first of {len(names)} tensors that differ)" if names[1:] else ""
+        last = f"the check of step {passed} passed"
+        if passed is None:
+            last = "no check had passed before"
+        text = disagreement.describe(f"of lane {self.lane} at step {step} in {names[0]}{more}")
+        return disagreement.error(
+            RecheckError,
+            self.lane_pass.context.world.rank,
+            f"{text}. No gradient of this step was used, and {last}: resume from a snapshot that"
+            " you trust, without that hardware",
+            step=step,
+            lane=self.lane,
+            tensor=names[0],
+        )
 
     def _compute(self) -> Callable[[], Hashes]:
         """Begin to compute the lane on this worker; return a call that returns its hashes."""
@@ -232,98 +261,6 @@ class LaneCheck:
         if not key.isdigit():
             return key
         return f"the gradient of {self.recheck.name_of(self.lane_pass.parameters[int(key)])}"
-
-
-@dataclass
-class Verdict:
-    """Whose bits of a lane are wrong. `rows` are those of all workers, computed at the same time.
-
-    `first` are the hashes of the lane's worker, and `again` those of the one that checked it.
-    """
-
-    check: LaneCheck
-    first: Hashes
-    again: Hashes
-    rows: Sequence[tuple[str, str, Hashes, Hashes]]  # host, device, hashes of the lane and state
-
-    def __post_init__(self) -> None:
-        self._hosts, self._devices, self._third, self._states = zip(*self.rows, strict=True)
-        # what each worker has computed, by rank
-        self._computed = [[hashes] for hashes in self._third]
-        self._computed[self.check.checker].insert(0, self.again)
-        self._computed[self.check.owner].insert(0, self.first)
-        self._expected = majority(self._third)
-        ranks = range(len(self.rows))
-        outvoted = [rank for rank in ranks if any(map(self._is_wrong, self._computed[rank]))]
-        self._is_certain = self._expected is not None and 2 * len(outvoted) < len(ranks)
-        suspects = outvoted if self._is_certain else {self.check.owner, self.check.checker}
-        self._ranks = sorted(suspects)
-
-    def _is_wrong(self, hashes: Hashes) -> bool:
-        return hashes != self._expected
-
-    def error(self, rank: int) -> RecheckError:
-        """Return the error for a worker. It is secondary on those that are certainly right."""
-        names = self._differing()
-        check, step = self.check, self.check.lane_pass.seed[0]
-        more = f" (the first of {len(names)} tensors that differ)" if names[1:] else ""
-        who = " and ".join(
-            f"worker {number} ({self._hosts[number]}, {self._devices[number]})"
-            for number in self._ranks
-        )
-        what = f"bits of lane {check.lane} at step {step} in {names[0]}{more}"
-        passed = check.recheck.passed_step
-        last = (
-            "no check had passed before" if passed is None else f"the check of step {passed} passed"
-        )
-        return RecheckError(
-            f"{self._describe(who, what)}. No gradient of this step was used, and {last}: resume"
-            " from a snapshot that you trust, without that hardware",
-            ranks=tuple(self._ranks),
-            hosts=tuple(self._hosts[number] for number in self._ranks),
-            devices=tuple(self._devices[number] for number in self._ranks),
-            step=step,
-            lane=check.lane,
-            tensor=names[0],
-            is_certain=self._is_certain,
-            is_secondary=self._is_certain and rank not in self._ranks,
-        )
-
-    def _describe(self, who: str, what: str) -> str:
-        if self._is_certain:
-            repeats = self._is_wrong(self._third[self._ranks[0]])
-            then = "wrong bits again" if repeats else "the right bits"
-            return (
-                f"{who} computed wrong {what}: most workers agree on others. Computed once more, it"
-                f" had {then}. Its hardware is probably faulty"
-            )
-        causes = "A processor or its memory is faulty, or an operation is not deterministic"
-        if len(self._ranks) == 1:
-            return f"{who} computed other {what} when it computed them again. {causes}"
-        if len(self.rows) == 2:
-            why = "one of them is wrong, which a third worker could have found"
-        else:
-            why = "there is no majority among all workers, which computed it once more"
-        changed = [n for n in self._ranks if self._computed[n][0] != self._computed[n][-1]]
-        unsteady = "".join(f". Worker {n} had other bits the second time" for n in changed)
-        return f"{who} computed different {what}: {why}{unsteady}. {causes}"
-
-    def _differing(self) -> list[str]:
-        """Return names of what differs: of parameters and buffers if they do, or of the lane."""
-        states = [self._states[rank] for rank in self._ranks]
-        if (expected := majority(self._states)) is not None:
-            states.append(expected)
-        if names := _differing_names(states):
-            return names
-        lanes = [hashes for rank in self._ranks for hashes in self._computed[rank]]
-        if self._is_certain and self._expected is not None:
-            lanes.append(self._expected)
-        return list(map(self.check.name_of, _differing_names(lanes)))
-
-
-def _differing_names(values: Sequence[Hashes]) -> list[str]:
-    names = dict.fromkeys(name for value in values for name in value)
-    return [name for name in names if len({value.get(name) for value in values}) > 1]
 
 
 def _hash_of_batch(batch: Any) -> int:

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.base import World
 from samestep.errors import OptimizerError, RecheckError
+from samestep.plugins.disagreement import Disagreement, differing
 from samestep.step.flat_buffer import Segment, copied, is_elementwise, state_of
-from samestep.step.hashing import hashes_of, majority
+from samestep.step.hashing import hashes_of
 from samestep.step.shard import Shard
 from samestep.torch_internals import (
     is_called_by_compiled_code,
@@ -155,39 +156,22 @@ class UpdateCheck:
 
     def _compare(self, rows: Sequence[tuple[str, str, Hashes]]) -> None:
         """Compare what all workers report, by rank. Raises `RecheckError` on all of them."""
-        hosts, devices, computed = zip(*rows, strict=True)
-        keys = [key for key in computed[0] if len({hashes.get(key) for hashes in computed}) > 1]
+        keys = differing([hashes for _, _, hashes in rows])
         if not keys:
             return
-        expected = majority(computed)
-        ranks = [rank for rank, hashes in enumerate(computed) if hashes != expected]
         number, index, name = keys[0].split(" ", 2)
         of = self._name_of(self._shard.flat_buffers[int(number)].exchange.parameters[int(index)])
         tensor = f"{name!r} of {of}" if name else of
-        more = f" (the first of {len(keys)} tensors)" if keys[1:] else ""
-        what = f"bits in the update of {tensor}{more} at step {self._step}"
-        who = " and ".join(f"worker {rank} ({hosts[rank]}, {devices[rank]})" for rank in ranks)
-        why = "there is no majority among all workers, which repeated it"
-        if len(rows) == 2:
-            why = "one of them is wrong, which a third worker could have found"
-        text = f"different {what}: {why}. A processor or its memory is faulty, or the update is not"
-        text += " deterministic"
-        if expected is not None:
-            text = (
-                f"wrong {what}: most workers, which repeated it, agree on others. Its hardware is"
-            )
-            text += " probably faulty"
-        raise RecheckError(
-            f"{who} computed {text}. This update is in no snapshot: resume from one that you trust,"
-            " without that hardware",
-            ranks=tuple(ranks),
-            hosts=tuple(hosts[rank] for rank in ranks),
-            devices=tuple(devices[rank] for rank in ranks),
+        more = f" (the first of {len(keys)} tensors that differ)" if keys[1:] else ""
+        disagreement = Disagreement(rows)
+        text = disagreement.describe(f"in the update of {tensor}{more} at step {self._step}")
+        raise disagreement.error(
+            RecheckError,
+            self._world.rank,
+            f"{text}. This update is in no snapshot: resume from one that you trust, without that"
+            " hardware",
             step=self._step,
-            lane=None,
             tensor=tensor,
-            is_certain=expected is not None,
-            is_secondary=expected is not None and self._world.rank not in ranks,
         )
 
 

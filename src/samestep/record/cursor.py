@@ -91,11 +91,13 @@ class Destination(ABC):
     Attributes: `name`, as the user gave it, but without secrets; `pause_seconds`, the time between
     two calls of `send` in which more events accumulate; `dropped`, the number of events and images
     it rejected; `must_work`, whether it is an error of the run that no call has ever returned;
+    `is_slow`, whether a call may take minutes, for which a run's end waits;
     `waits_until`, the time, in seconds since 1970, until which an event is expected that belongs to
     those that were sent.
     """
 
     pause_seconds: float
+    is_slow = False
     waits_until = 0.0
 
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
@@ -145,6 +147,11 @@ class Sender:
         return self._destination.must_work and self._error is not None
 
     @property
+    def is_slow(self) -> bool:
+        """Whether a call may take minutes, for which a run's end waits."""
+        return self._destination.is_slow
+
+    @property
     def is_open(self) -> bool:
         """Whether the destination has reported from where to continue."""
         return self._offset is not None
@@ -157,7 +164,8 @@ class Sender:
             if self._error is None
             else mask_urls(f"{type(self._error).__name__}: {self._error}")
         )
-        if error is None and behind and time.monotonic() - self._last_response > SLOW_SECONDS:
+        waited = 0.0 if self.is_slow else time.monotonic() - self._last_response
+        if error is None and behind and waited > SLOW_SECONDS:
             error = f"no response for more than {SLOW_SECONDS:.0f} seconds"
         name, dropped = self._destination.name, self._destination.dropped
         return {"name": name, "behind_bytes": behind, "dropped": dropped, "error": error}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from select import select
 from typing import IO, Any, Final
@@ -28,6 +29,7 @@ from samestep.record.sinks.files import FunctionDestination, StorageDestination
 from samestep.record.source import open_source
 
 FINISH_SECONDS: Final = 10.0
+SLOW_FINISH_SECONDS: Final = 3600.0  # for a function that copies the last snapshot
 EXIT_SECONDS: Final = 2.0  # extra time to report unsent data
 FIRST_PAUSE_SECONDS: Final = 1.0  # time before a restart; doubles with each further one
 MAX_PAUSE_SECONDS: Final = 60.0
@@ -55,6 +57,8 @@ class ExporterProcess:
         self._command += ["--parent", str(os.getpid())]
         self._directory, self._record = directory, record
         self._sinks = {sink.name: sink for sink in sinks}
+        self._copies = any(sink.option == "transfer" for sink in sinks)
+        self._finish_seconds = FINISH_SECONDS
         if HOOK in self._sinks:
             begin_hook(directory)
         self._failure: str | None = None  # of a sink that must work and never did
@@ -73,12 +77,15 @@ class ExporterProcess:
     def finish(self) -> None:
         """Give the exporter some seconds to send the rest, and end it.
 
-        Reports anything that is still missing; the run's next start sends it.
+        A function of the option `transfer` has more time, unless an error ends the run. Reports
+        anything that is still missing; the run's next start sends it.
         """
         with self._start_lock:
             self._finishing.set()
+            if self._copies and not isinstance(sys.exc_info()[1], Exception):
+                self._finish_seconds = SLOW_FINISH_SECONDS
             self._request_finish()
-        self._thread.join(FINISH_SECONDS + EXIT_SECONDS)
+        self._thread.join(self._finish_seconds + EXIT_SECONDS)
         if self._thread.is_alive():
             with self._start_lock:
                 self._abandoned = True
@@ -136,15 +143,15 @@ class ExporterProcess:
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError, ValueError):  # it has exited
                 # not through the buffer, which would be written again, and fail, when it is closed
-                os.write(self._process.stdin.fileno(), f"{FINISH_SECONDS}\n".encode())
+                os.write(self._process.stdin.fileno(), f"{self._finish_seconds}\n".encode())
 
     def _record_status(self, status: dict[str, Any]) -> None:
         sink, nbytes = self._sinks[status["name"]], status["behind_bytes"]
         command = f"python -m samestep.record.exporter {self._directory} {sink.flag}"
         if status.pop("has_never_worked", False):
             self._failure = (
-                f"{sink.option}={sink.value!r} failed at every call, so nothing of the record was "
-                f"copied ({status['error']}); the run itself is complete in {self._directory}. "
+                f"{sink.option}={sink.value!r} failed at every call, so nothing was copied "
+                f" ({status['error']}); the run itself is complete in {self._directory}. "
                 f"Correct the function, which gets the path of a file as text, and run: {command}"
             )
         elif self._finishing.is_set() and nbytes:
@@ -214,10 +221,12 @@ class Exporter:
         """
         for sender in self._senders:
             sender.finish()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        unfinished = []
-        for sender in self._senders:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        started, unfinished = time.monotonic(), []
+        for sender in sorted(self._senders, key=attrgetter("is_slow")):
+            left = timeout
+            if timeout is not None:
+                seconds = timeout if sender.is_slow else min(timeout, FINISH_SECONDS)
+                left = max(0.0, started + seconds - time.monotonic())
             if not sender.wait(left):
                 unfinished.append(sender)
         self.report()

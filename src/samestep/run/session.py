@@ -112,27 +112,15 @@ class Session:
     def _assemble(self, source: Config) -> None:
         # All workers run this in the same order: many of these calls are collective.
         config, world, is_main = self.config, self.world, self._process.rank == 0
-        state, lock = LauncherState.from_environment(os.environ), None
-        if config.dir is not None and is_main:
-            # First, so that no other run writes to the directory from here on. `self._exits` runs
-            # in reverse order, so the lock is released after everything that writes there.
-            lock = DirectoryLock(config.dir, state, config.timeout)
-            self._exits.callback(lock.close)
-        self.directory = SharedDirectory(config, world)
-        self.record = open_record(config.dir, writes=is_main)
-        self._exits.callback(self.record.close)
-        attempt_number = int(os.environ.get(ATTEMPT, "0"))
+        lock, self.directory, self.record = self._claim_directory()
         sinks = sinks_of(config) if is_main else []
         check_sinks(sinks)  # a wrong address ends the run now, not hours later
+        state, on_cpu = LauncherState.from_environment(os.environ), self.devices[0].type == "cpu"
         in_memory = InMemorySnapshots(
-            state,
-            self._process,
-            world,
-            config.dir,
-            config.hot_every,
-            stages=self.devices[0].type == "cpu",
+            state, self._process, world, config.dir, config.hot_every, stages=on_cpu
         )
-        has_begun = in_memory.has_begun(attempt_number) and not config.read_only
+        begun = in_memory.has_begun(int(os.environ.get(ATTEMPT, "0")))
+        has_begun = begun and not config.read_only
         self.start = Start(
             source,
             world,
@@ -155,21 +143,8 @@ class Session:
         workers = self._gather_workers()
         environment = workers[0]["environment"]
         if resumed is not None:
-            before: Mapping[str, str] = resumed.info.get("environment", {})
-            # an own module may be imported later, as it was before
-            files = {} if config.read_only else self._files.on_disk(before)
-            lines = compare_environments(
-                before,
-                files | environment,
-                resumed.step,
-                is_main=is_main,
-                is_strict=config.resume_strict,
-            )
-            if lines:
-                self.record.event("environment_changed", step=resumed.step, differences=lines)
-        self.progress = self._make_progress(
-            config, attempt, environment, resumed, in_memory, modules, lock
-        )
+            self._compare_environment(environment, resumed)
+        self.progress = self._make_progress(attempt, environment, resumed, in_memory, modules, lock)
         # What the script draws before its first loop, such as parameters, is then the same on all
         # workers, and does not depend on what was drawn while the run started.
         set_generators(config.seed)
@@ -182,9 +157,34 @@ class Session:
         if config.dir is not None:
             self._follow(config.dir, sinks, workers)
 
+    def _claim_directory(self) -> tuple[DirectoryLock | None, SharedDirectory, Record]:
+        """Return the lock of `dir`, on rank 0, and the directory and the record in it."""
+        config, is_main, lock = self.config, self._process.rank == 0, None
+        if config.dir is not None and is_main:
+            # First, so that no other run writes to the directory from here on. `self._exits` runs
+            # in reverse order, so the lock is released after everything that writes there.
+            state = LauncherState.from_environment(os.environ)
+            lock = DirectoryLock(config.dir, state, config.timeout)
+            self._exits.callback(lock.close)
+        directory = SharedDirectory(config, self.world)
+        record = open_record(config.dir, writes=is_main)
+        self._exits.callback(record.close)
+        return lock, directory, record
+
+    def _compare_environment(self, environment: Mapping[str, str], resumed: Snapshot) -> None:
+        """Say, and record, what differs from the environment in which the run was saved."""
+        config, is_main = self.config, self._process.rank == 0
+        before: Mapping[str, str] = resumed.info.get("environment", {})
+        # an own module may be imported later, as it was before
+        now = {**({} if config.read_only else self._files.on_disk(before)), **environment}
+        lines = compare_environments(
+            before, now, resumed.step, is_main=is_main, is_strict=config.resume_strict
+        )
+        if lines:
+            self.record.event("environment_changed", step=resumed.step, differences=lines)
+
     def _make_progress(
         self,
-        config: Config,
         attempt: str,
         environment: Mapping[str, str],
         resumed: Snapshot | None,
@@ -193,7 +193,7 @@ class Session:
         lock: DirectoryLock | None,
     ) -> Progress:
         """Return what counts steps, with the snapshots, checks and signals that it acts on."""
-        world = self.world
+        config, world = self.config, self.world
         # `samestep verify` compares snapshots itself
         tracked = Tracked(resumed, read_only=config.read_only)
         intervals = (None, None) if is_observed() else (config.check_every, config.recheck_every)

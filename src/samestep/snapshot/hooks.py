@@ -1,6 +1,7 @@
 """Post-commit hooks: threads on one worker that process every committed snapshot.
 
-A hook calls a user's function with each file, or mirrors the snapshots to a remote storage.
+The only kind mirrors the snapshots to a remote storage. The function of the option `transfer` gets
+their files from the exporter, with the record.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from samestep.config import Config
 from samestep.errors import SnapshotError
-from samestep.record.sinks import find_function
 from samestep.snapshot.commit import choose, kept
 from samestep.snapshot.manifest import NAME, Manifest
 from samestep.snapshot.owner import RemoteOwner
@@ -81,62 +80,6 @@ class Hook(ABC):
                     self._closed = True
                     self._changed.notify_all()
                 raise
-
-
-class FunctionHook(Hook):
-    """Calls a function with the path of every file of each snapshot in turn, the manifest last.
-
-    Paths are texts. If the function raises, that is reported, and the rest of that snapshot is
-    skipped. `report(kind, **fields)` runs in another thread.
-    """
-
-    def __init__(self, function: Callable[[str], object], report: Callable[..., object]) -> None:
-        self._function, self._report = function, report
-        self._has_worked, self._failure = False, ""
-        self._waiting: deque[Path] = deque()
-        super().__init__("transfer snapshots")
-
-    def on_commit(self, path: Path) -> None:
-        """Schedule the calls for the files of a snapshot."""
-        self._waiting.append(path)  # before the request, which starts the pass
-        super().on_commit(path)
-
-    def finish(self) -> None:
-        """Wait for all calls. Raises `SnapshotError` if each of them raised an exception."""
-        super().finish()
-        if self._failure and not self._has_worked:
-            raise SnapshotError(
-                "the last snapshot is complete, but transfer failed for every file, so nothing "
-                f"was copied: {self._failure}. Correct the function, which gets the path of a file "
-                "as text, and copy the snapshots yourself"
-            )
-
-    def close(self) -> None:
-        """Start no further call."""
-        self._waiting.clear()
-        super().close()
-
-    def _make_pass(self) -> None:
-        with suppress(IndexError):  # none is left
-            while True:
-                self._call(self._waiting.popleft())
-
-    def _call(self, snapshot: Path) -> None:
-        try:
-            # a copy has no manifest before its data
-            names = [*(file.name for file in inspect(snapshot).files), NAME]
-        except SnapshotError:
-            return  # removed, because newer ones exist
-        path = snapshot
-        try:
-            for path in (snapshot / name for name in names):  # `path` names the file in an error
-                self._function(str(path))
-                self._has_worked = True
-        except BaseException as error:  # noqa: BLE001  not even sys.exit() there stops training
-            reason = f"{type(error).__name__}: {error}"
-            self._failure = f"{path}: {reason}"
-            self._report("transfer_failed", path=str(path), reason=reason)
-            logging.getLogger("samestep").warning("transfer failed for %s: %s", path, reason)
 
 
 class Mirror(Hook):
@@ -283,7 +226,7 @@ def _is_same(manifest: Manifest, other: Manifest | None) -> bool:
 
 
 class PostCommitHooks:
-    """The hooks of the options `remote` and `transfer`, on the one worker that `acts`.
+    """The hooks of the option `remote`, on the one worker that `acts`.
 
     `start` is the step that the run continues from, or -1, and `owner` its entry at the remote.
     Raises `ConfigError` if an option is wrong.
@@ -304,13 +247,9 @@ class PostCommitHooks:
         self._hooks: list[Hook] = []
         if not acts or config.dir is None:
             return
-        function = None if config.transfer is None else find_function(config.transfer)
-        remote = None if config.remote is None else RemoteDirectory(config.remote)
-        if remote is not None:
+        if config.remote is not None:
+            remote = RemoteDirectory(config.remote)
             remote.storage.open()
-        if function is not None:
-            self._hooks.append(FunctionHook(function, self._queue))
-        if remote is not None:
             set_aside = superseded(config.dir, remote.url)  # left by an earlier start
             if config.resume != "auto":
                 # A move that was interrupted goes on, from the earlier of the two steps.

@@ -6,8 +6,8 @@ along the tree over lanes, the smallest, the largest, or that of the first lane.
 different values are an error. A buffer that no lane wrote stays unchanged.
 
 The host must know which buffers were written, but should not wait until a GPU has completed the
-backward pass. So a GPU reports what forward wrote. What only backward writes is read with the first
-step; a later step must not write other buffers in backward.
+backward pass. So a GPU reports what forward wrote. What backward alone writes there is an error: in
+the first step, or if it begins later, at the next snapshot or the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from samestep.step.buffer_rules import (
     set_scale,
 )
 from samestep.step.buffer_sums import BufferSums
-from samestep.step.gradients import Parameters
 from samestep.step.replicas import Replicas
 from samestep.torch_internals import buffers_in, foreach_copy_
 
@@ -60,13 +59,9 @@ class Buffers:
         # what forward of each lane wrote on a GPU: some buffers, and 0 for those not written
         self._flags: list[tuple[int, list[int], Tensor]] = []  # on the host
         self._by_forward: list[Tensor] = []  # of the current lane, by group
-        self._by_backward: set[int] = set()  # what only backward writes
-        self._first: list[tuple[list[int], Tensor]] = []  # the same, not yet read
-        self._learned: set[tuple[int, ...]] = set()  # keys of parameters for which it is known
-        self._parameters: Parameters = []  # of the current step
         self._is_in_step = False
         self._before: list[list[Tensor]] = []  # start values, if this step has begun a second time
-        self._steps = 0
+        self._steps = 0  # since a module was added
         # whether lanes wrote different values without a rule, by number; a GPU is asked later
         self._differing: dict[int, Tensor] = {}
 
@@ -78,7 +73,7 @@ class Buffers:
         """
         rules = rules or {}
         check_rules(module, rules)
-        self._learned.clear()  # the new module may write others
+        self._steps = 0
         numbers = {id(buffer): number for number, buffer in enumerate(self._current())}
         for prefix, owner in module.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -99,23 +94,15 @@ class Buffers:
         """Return the buffers by the id of the registry that holds them, and their name there."""
         return {(id(home.registry), home.name): home.registry.get(home.name) for home in self.homes}
 
-    def begin_step(self, parameters: Parameters) -> None:
-        """Save each device's current values, from which all of its lanes start.
-
-        The step computes gradients of `parameters`.
-        """
-        self._written, self._flags, self._by_forward, self._first = {}, [], [], []
+    def begin_step(self) -> None:
+        """Save each device's current values, from which all of its lanes start."""
+        self._written, self._flags, self._by_forward = {}, [], []
         # the loss of a whole batch may have changed buffers since the step has begun
         self._before = [
             [*map(torch.clone, starts)] for _, starts in self._starts * self._is_in_step
         ]
         self._steps += not self._is_in_step
-        self._parameters, self._is_in_step = parameters, True
-        groups = self._all_groups()
-        if groups and self._key() not in self._learned:
-            self.check()  # before what is lost could be mistaken for this step's
-            for group in groups:
-                group.late.zero_()
+        self._is_in_step = True
         for replica, (_, starts) in zip(self._replicas.all, self._starts, strict=True):
             if starts:
                 with self._replicas.on(replica):
@@ -213,36 +200,14 @@ class Buffers:
             if after:
                 foreach_copy_(self._detached(), after)
 
-    def end_lanes(self, copy: Copy) -> None:
-        """End the lanes of a step; in the first one, `copy` copies what backward alone wrote."""
-        groups = self._all_groups()
-        if groups and self._key() not in self._learned:
-            self._learned.add(self._key())
-            copies = copy([group.late for group in groups])
-            self._first = [
-                (group.numbers, late) for group, late in zip(groups, copies, strict=True)
-            ]
-
-    def late(self) -> list[int]:
-        """Return what only backward of this worker wrote, if this is the first step with lanes.
-
-        The copies that `copy` of `end_forward` and `end_lanes` began must be complete.
-        """
-        return _nonzero(self._first)
-
-    def learn(self, late: Iterable[int]) -> None:
-        """Remember what only backward writes on any worker."""
-        new = set(late) - self._by_backward
-        if new and not self._first:
-            self.check()  # whether this worker has lost them in this step
-        self._by_backward |= new
-
     def written(self) -> list[int]:
-        """Return the numbers of the buffers that a lane of this worker wrote, as for `late`."""
-        self.learn(self.late())
+        """Return the numbers of the buffers that a lane of this worker wrote.
+
+        The copies that `copy` of `end_forward` began must be complete.
+        """
         for lane, numbers, flags in self._flags:
             for number, value in zip(numbers, flags.tolist(), strict=True):
-                if not value and number not in self._by_backward:
+                if not value:
                     del self._written[lane][number]
         device = self._starts[0][0]
         for written in self._written.values():
@@ -252,18 +217,18 @@ class Buffers:
     def check(self) -> None:
         """Raise `ModelError` for what is only known now, because nothing waits for a GPU.
 
-        Lanes wrote different values to a buffer without a rule, or backward wrote buffers that it
-        did not write in the first step.
+        Lanes wrote different values to a buffer without a rule, or backward alone wrote one.
         """
         self._check_differing()
-        for number in _nonzero([(group.numbers, group.late) for group in self._all_groups()]):
-            if number not in self._by_backward:
-                raise ModelError(
-                    f"the buffer {self.homes[number].path!r} was written during backward, but not"
-                    " during forward, and not in the first step; its new values are lost, because"
-                    " workers agree on buffers before a GPU has completed backward. Change it in"
-                    " forward, or in the first step as well"
-                )
+        for group in self._all_groups():
+            for number, late in zip(group.numbers, group.late.tolist(), strict=True):
+                if late:
+                    raise ModelError(
+                        f"the buffer {self.homes[number].path!r} was written during backward, but"
+                        " not during forward; its new values are lost, because workers agree on"
+                        " buffers before a GPU has completed backward. Change it in forward, or in"
+                        " the body of the loop, after optimizer.step()"
+                    )
 
     def _check_differing(self) -> None:
         differing, self._differing = self._differing, {}
@@ -290,11 +255,11 @@ class Buffers:
                 current[number].data.copy_(value)
             for number, differs in differing.items():
                 self._differing[number] = differs | self._differing.get(number, differs)
-            if self._starts[0][0].type == "cpu" or self._steps <= 2:
-                self._check_differing()
             for number in written:
                 if number in self._scales:
                     set_scale(self._scales[number])
+        if self._starts[0][0].type == "cpu" or self._steps <= 2:
+            self.check()
         self._is_in_step = False
 
     def _current(self) -> list[Tensor]:
@@ -329,10 +294,6 @@ class Buffers:
         if key not in self._groups:
             self._groups[key] = _groups_of(starts)
         return self._groups[key]
-
-    def _key(self) -> tuple[int, ...]:
-        """Return the ids of the step's parameters; only needed for GPUs."""
-        return tuple(map(id, self._parameters))
 
     def _all_groups(self) -> list[_Group]:
         return [group for groups in self._groups.values() for group in groups]
@@ -404,16 +365,6 @@ def _fetched(values: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
         )
         fetched.update(zip(same_dtype, shaped, strict=True))
     return fetched
-
-
-def _nonzero(flags: Sequence[tuple[list[int], Tensor]]) -> list[int]:
-    """Return the numbers of buffers whose flag is not 0."""
-    return [
-        number
-        for numbers, values in flags
-        for number, value in zip(numbers, values.tolist(), strict=True)
-        if value
-    ]
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

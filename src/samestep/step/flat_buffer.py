@@ -68,8 +68,12 @@ class FlatBuffer:
         self._visible: list[SlicedGradient | None] = [None] * len(parameters)  # in `.grad`
         self._are_visible = False  # any of them
         self.is_in_step = False  # of the optimizer
-        # segments whose gradients still arrive, with placeholders
+        # Across "host", sums still arrive from other hosts when backward ends:
+        # their segments, with placeholders, of which some were cleared
         self.arriving: list[tuple[Segment, SlicedGradient]] = []
+        self._unused: set[int] = set()
+        self._arrived: Callable[[], Tensor] | None = None  # waits for all of them
+        self._parts: Callable[[], Iterator[Tensor]] | None = None  # of the same, as they arrive
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
         """Return the complete parameter of a fragment."""
@@ -136,6 +140,27 @@ class FlatBuffer:
 
         Those that user code has cleared meanwhile are not used.
         """
+        wait, self._arrived, self._parts = self._arrived, None, None
+        if wait is None:
+            return
+        values = wait()  # 1-D, len(held) * slice_size
+        for number, (segment, placeholder) in enumerate(self.arriving):
+            if segment.parameter.grad is placeholder:
+                is_unused = number in self._unused
+                segment.parameter.grad = None if is_unused else segment.view_in(values)
+        self.arriving, self._unused = [], set()
+
+    def _can_update_in_parts(self) -> bool:
+        if self.exchange.parts < 2:
+            return False
+        if len(self.segments) != 1 or len(self.arriving) != 1:
+            return False  # a part of a sum may end inside any of them
+        ((segment, placeholder),) = self.arriving
+        if self._unused or self._is_cleared() or segment.parameter.grad is not placeholder:
+            return False
+        # the first update makes the state, or a value of it that was loaded as None
+        state = self._optimizer.state.get(segment.parameter, {})
+        return bool(state) and all(value is not None for value in state.values())
 
     def update_in_parts(self, update: Callable[[], None]) -> bool:
         """Call `update` for each part of the only segment, as its gradient arrives.
@@ -143,7 +168,32 @@ class FlatBuffer:
         For each call, the optimizer has a part of the segment in its place, with that part's state.
         Return False, without any call, if that does not do what `drop_cleared` and an update do.
         """
-        return False
+        parts = self._parts
+        if parts is None or not self._can_update_in_parts():
+            return False
+        ((segment, _),) = self.arriving
+        parameter, state = segment.parameter, self._optimizer.state
+        ((parameters, number),) = self._places_of(parameter)
+        self._arrived, self._parts, parameter.grad = None, None, None
+        self.arriving, self._unused = [], set()
+        values, start = state[parameter], 0
+        for gradient in parts():  # 1-D, adjacent, at multiples of 64 elements
+            elements = slice(start, min(start + len(gradient), parameter.numel()))
+            start += len(gradient)
+            if elements.start >= elements.stop:  # padding
+                continue
+            part = Parameter(parameter.detach()[elements])
+            part.grad = gradient[: len(part)]
+            parameters[number] = part
+            state[part] = state_of(elements, values)
+            try:
+                update()
+            finally:
+                parameters[number], after = parameter, state.pop(part)
+            # every part starts from the old "step", so the new one is stored once, at the end
+            scalars = {n: value for n, value in after.items() if not is_elementwise(n, value)}
+        values.update(scalars)
+        return True
 
     def _is_cleared(self) -> bool:
         """Whether user code has cleared or set the `.grad` of a parameter."""
@@ -233,6 +283,15 @@ class FlatBuffer:
         parts: Callable[[], Iterator[Tensor]] | None,
     ) -> None:
         """Add gradients to those of `segments`, now or once they have arrived."""
+        # the optimizer's step waits for what other hosts send, unless it needs that now
+        waits = self.exchange.across == "host" and not self.is_in_step
+        if waits and have_none([segment.parameter for segment in self.segments]):
+            self._arrived, self._parts = own_slice, parts
+            for number, segment in enumerate(segments):
+                placeholder = SlicedGradient.of(segment.parameter, number, self._unused)
+                segment.parameter.grad = placeholder
+                self.arriving.append((segment, placeholder))
+            return
         values = own_slice()
         for segment in segments:
             gradient, earlier = segment.view_in(values), segment.parameter.grad
@@ -285,85 +344,6 @@ class FlatBuffer:
         for parameter in self.exchange.parameters:
             parameter.grad = None
         self._visible, self._are_visible = [None] * len(self._stand_ins), False
-
-
-class ArrivingBuffer(FlatBuffer):
-    """A flat buffer of an optimizer that is sharded across "host".
-
-    Sums still arrive from other hosts when backward ends, so only the optimizer's step waits.
-    """
-
-    def __init__(self, exchange: Exchange, optimizer: optim.Optimizer) -> None:
-        super().__init__(exchange, optimizer)
-        self._arrived: Callable[[], Tensor] | None = None  # waits for all that still arrives
-        self._parts: Callable[[], Iterator[Tensor]] | None = None  # of the same, as they arrive
-        self._unused: set[int] = set()  # placeholders that were cleared
-
-    def _set(
-        self,
-        segments: Sequence[Segment],
-        own_slice: Callable[[], Tensor],
-        parts: Callable[[], Iterator[Tensor]] | None,
-    ) -> None:
-        if self.is_in_step or not have_none([segment.parameter for segment in self.segments]):
-            super()._set(segments, own_slice, parts)  # needed now, perhaps to be added
-            return
-        self._arrived, self._parts = own_slice, parts
-        for number, segment in enumerate(segments):
-            placeholder = SlicedGradient.of(segment.parameter, number, self._unused)
-            segment.parameter.grad = placeholder
-            self.arriving.append((segment, placeholder))
-
-    def complete(self) -> None:
-        wait, self._arrived, self._parts = self._arrived, None, None
-        if wait is None:
-            return
-        values = wait()  # 1-D, len(held) * slice_size
-        for number, (segment, placeholder) in enumerate(self.arriving):
-            if segment.parameter.grad is placeholder:
-                is_unused = number in self._unused
-                segment.parameter.grad = None if is_unused else segment.view_in(values)
-        self.arriving, self._unused = [], set()
-
-    def _can_update_in_parts(self) -> bool:
-        if self.exchange.parts < 2:
-            return False
-        if len(self.segments) != 1 or len(self.arriving) != 1:
-            return False  # a part of a sum may end inside any of them
-        ((segment, placeholder),) = self.arriving
-        if self._unused or self._is_cleared() or segment.parameter.grad is not placeholder:
-            return False
-        # the first update makes the state, or a value of it that was loaded as None
-        state = self._optimizer.state.get(segment.parameter, {})
-        return bool(state) and all(value is not None for value in state.values())
-
-    def update_in_parts(self, update: Callable[[], None]) -> bool:
-        parts = self._parts
-        if parts is None or not self._can_update_in_parts():
-            return False
-        ((segment, _),) = self.arriving
-        parameter, state = segment.parameter, self._optimizer.state
-        ((parameters, number),) = self._places_of(parameter)
-        self._arrived, self._parts, parameter.grad = None, None, None
-        self.arriving, self._unused = [], set()
-        values, start = state[parameter], 0
-        for gradient in parts():  # 1-D, adjacent, at multiples of 64 elements
-            elements = slice(start, min(start + len(gradient), parameter.numel()))
-            start += len(gradient)
-            if elements.start >= elements.stop:  # padding
-                continue
-            part = Parameter(parameter.detach()[elements])
-            part.grad = gradient[: len(part)]
-            parameters[number] = part
-            state[part] = state_of(elements, values)
-            try:
-                update()
-            finally:
-                parameters[number], after = parameter, state.pop(part)
-            # every part starts from the old "step", so the new one is stored once, at the end
-            scalars = {n: value for n, value in after.items() if not is_elementwise(n, value)}
-        values.update(scalars)
-        return True
 
 
 def state_of(part: slice, state: Mapping[str, Any]) -> dict[str, Any]:

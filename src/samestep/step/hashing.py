@@ -5,10 +5,8 @@ A GPU hashes its own memory, and sends 8 bytes per tensor.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,16 +25,6 @@ MIXING: Final = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB -
 PLAIN: Final = (
     bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype,
 )  # fmt: skip
-SHOWN: Final = 60  # characters of a value in an error
-
-Value = TypeVar("Value")
-
-
-def majority(values: Sequence[Value]) -> Value | None:
-    """Return the JSON value of more than half of at least three workers, None if there is none."""
-    texts = [json.dumps(value, sort_keys=True) for value in values]
-    text, votes = Counter(texts).most_common(1)[0]
-    return values[texts.index(text)] if len(values) > 2 and 2 * votes > len(values) else None
 
 
 def texts_of(state: Any) -> dict[str, str]:
@@ -58,33 +46,6 @@ def _text_of(value: Any) -> str | None:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {xxh3_64_hexdigest(value.tobytes())}"
     return None
-
-
-def differing_texts(texts_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the paths of values that differ between workers that have them.
-
-    As in a snapshot, each worker may have its own keys in a dict.
-    """
-    paths = dict.fromkeys(path for texts in texts_by_rank for path in texts)
-    return [path for path in paths if len({t[path] for t in texts_by_rank if path in t}) > 1]
-
-
-def described(path: str, texts_by_rank: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Describe the values of all workers, by rank, of which some differ."""
-    ranks_of: dict[str, list[str]] = {}
-    for rank, texts in enumerate(texts_by_rank):
-        if path in texts:
-            ranks_of.setdefault(texts[path], []).append(f"{rank} ({hosts[rank]})")
-    parts = [
-        f"{text[:SHOWN]}{'...' * (len(text) > SHOWN)} on worker {', '.join(ranks)}"
-        for text, ranks in ranks_of.items()
-    ]
-    return (
-        f"{' and '.join(parts)}; expected the same value on all workers. Likely causes: code that"
-        " computes it from what only one worker has, such as the losses of its own lanes, a clock"
-        " or its rank; use the means that run.backward or run.evaluate returns, or send it to all"
-        " workers with run.all_gather"
-    )
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -391,7 +391,6 @@ class LaneEngine(LaneContext):
         if not self.buffers.homes:
             return
         written = sorted({number for report in reports for number in report["buffers"]})
-        self.buffers.learn(number for report in reports for number in report["late"])
         if result.skipped is not None:
             self.buffers.restore()
             return

@@ -49,6 +49,7 @@ LossFn = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]
 Reduction = Literal["mean", "sum"]
 Plugin = TypeVar("Plugin")
+Value = TypeVar("Value")
 NO_CONTEXT: Final = nullcontext()  # each lane enters several
 
 
@@ -364,7 +365,7 @@ class LanePass:
         if self.context.replicas.all[1:]:
             self.context.replicas.refresh()
         if self._has_buffers:
-            self.context.buffers.begin_step(self.parameters)
+            self.context.buffers.begin_step()
 
     def _run_on(self, replica: Replica) -> LaneSteps[None]:
         """Compute the sums of one device's lanes.
@@ -441,8 +442,6 @@ class LanePass:
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         """Return JSON: lane results, parameters without a gradient, buffers."""
         buffers, scalars = self.context.buffers, self.scalars
-        if self._has_buffers:
-            buffers.end_lanes(scalars.copy)
         scalars.wait()
         # per subtree; a parameter is missing only if no subtree has it
         missing = (
@@ -453,7 +452,6 @@ class LanePass:
             "lanes": scalars.results(),
             "missing": sorted(set.intersection(*missing)),
             "buffers": buffers.written() if self._has_buffers else [],
-            "late": buffers.late() if self._has_buffers else [],
         }
 
     def divisors(self) -> list[tuple[int, float, list[float]]]:
@@ -464,9 +462,15 @@ class LanePass:
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
         if lane not in self.inputs.batches:  # no samples
             return [None] * len(self.parameters)
+        return (yield from self.explained(lane, replica, self._gradients))
+
+    def explained(
+        self, lane: int, replica: Replica, compute: Callable[[int, Replica], LaneSteps[Value]]
+    ) -> LaneSteps[Value]:
+        """Compute something of a lane; if it fails, explain why."""
         self.context.world.status.set_activity(f"computing lane {lane}")
         try:
-            return (yield from self._gradients(lane, replica))
+            return (yield from compute(lane, replica))
         except (MemoryError, RuntimeError, ValueError) as error:
             explanation = explanation_of(
                 error,
@@ -475,7 +479,7 @@ class LanePass:
                 self.inputs.samples(lane),
                 f"{replica.device} on worker {self.context.world.rank}",
                 self.seed[0],
-                again=lambda: finished(self._gradients(lane, replica)),
+                again=lambda: finished(compute(lane, replica)),
             )
             if explanation is None:
                 raise

@@ -109,7 +109,7 @@ class LaneScalars:
         self._has_divisors = has_divisors
         self._copies = HostCopies()
         self.copy = self._copies.of  # begins to copy tensors to the host
-        self._results: list[tuple[int, float, dict[str, Tensor]]] = []  # lane, items, by name
+        self._results: list[tuple[int, float, Mapping[str, Tensor]]] = []  # lane, items, by name
         # what the means of a lane's cross-entropies were divided by
         self._divisors: list[tuple[int, float, list[Tensor]]] = []
 
@@ -130,7 +130,7 @@ class LaneScalars:
         if divisors:
             self._divisors.append((lane, count, divisors))
 
-    def add(self, lane: int, count: float, copies: dict[str, Tensor]) -> None:
+    def add(self, lane: int, count: float, copies: Mapping[str, Tensor]) -> None:
         """Add a lane whose scalars are copied already."""
         self._results.append((lane, count, copies))
 

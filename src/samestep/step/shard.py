@@ -22,7 +22,6 @@ from samestep.step.across_hosts import choose_exchange
 from samestep.step.exchange import Across, ExchangeSpec, all_gather, buckets
 from samestep.step.flat_buffer import (
     SCALAR_STATE,
-    ArrivingBuffer,
     FlatBuffer,
     Segment,
     copied,
@@ -72,9 +71,7 @@ class Shard:
         ]
         self.across = exchanges[0].across
         self._check: Callable[[], None] | None = None  # of the next update
-        # across "host", sums arrive from other hosts until the optimizer needs them
-        buffer_type = ArrivingBuffer if self.across == "host" else FlatBuffer
-        self.flat_buffers = [buffer_type(exchange, optimizer) for exchange in exchanges]
+        self.flat_buffers = [FlatBuffer(exchange, optimizer) for exchange in exchanges]
         firsts = {
             self._index(buffer, segment.fragments[0]): segment.parameter
             for buffer in self.flat_buffers

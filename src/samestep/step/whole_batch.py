@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from samestep.comm.base import World
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneBatch, LaneSteps, in_turn
-from samestep.data.random_state import generators_restored, key, keyed, set_generators
+from samestep.data.random_state import generators_restored, key, keyed
 from samestep.errors import LossError, OutOfMemoryError
 from samestep.step.buffers import differs
 from samestep.step.gradients import Gradients
@@ -50,33 +52,75 @@ class Gathered(NamedTuple):
     rows: dict[int, list[slice]]  # by lane, one per tensor
 
 
-class WholeBatchPass(LanePass):
-    """The two passes of one worker's lanes for a loss of the embeddings of all lanes.
+class LossOfAll(NamedTuple):
+    """The loss of the embeddings of all lanes, which every worker computes."""
 
-    The loss is computed with the tensors of the first device. Parameters that it uses itself get
-    their gradient with lane 0, so that it is added once.
+    loss: Tensor | None = None  # with its graph, on the worker of lane 0
+    scalars: Mapping[str, Tensor] = MappingProxyType({})  # the loss and metrics
+    # gradients of the embeddings of each lane, [lane_items, ...]; None if the loss does not use one
+    weights: Mapping[int, Sequence[Tensor | None]] = MappingProxyType({})
+
+
+@dataclass
+class EmbedPass:
+    """The first pass of one worker's lanes: to their embeddings."""
+
+    lane_pass: WholeBatchPass
+    form: Form = None
+    embeddings: dict[int, list[Tensor]] = field(default_factory=dict)  # [lane_items, ...], no graph
+
+    def run(self) -> LaneSteps[None]:
+        """Embed all lanes that have items."""
+        with generators_restored():
+            yield from in_turn(map(self._run_on, self.lane_pass.context.replicas.all))
+
+    def _run_on(self, replica: Replica) -> LaneSteps[None]:
+        for lane in replica.lanes:
+            if lane in self.lane_pass.inputs.batches:
+                yield from self.lane_pass.explained(lane, replica, self._embed)
+            yield None
+
+    def _embed(self, lane: int, replica: Replica) -> LaneSteps[None]:
+        if self.lane_pass.inputs.items(lane):
+            # the graph is built and dropped: without it, torch may choose other kernels
+            with self.lane_pass.embedding(lane, replica) as (self.form, embeddings):
+                self.embeddings[lane] = [
+                    embedding.detach().clone().requires_grad_(embedding.requires_grad)
+                    for embedding in embeddings
+                ]
+        yield from ()  # a generator as in other passes, although no loop computes a loss
+
+
+class WholeBatchPass(LanePass):
+    """The second pass of one worker's lanes, from the gradients of their embeddings.
+
+    `run` computes these before: with an `EmbedPass`, and the loss of the embeddings of all lanes.
+    Parameters that the loss itself uses get their gradient with lane 0, so that it is added once.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._form: Form = None
-        self._embeddings: dict[int, list[Tensor]] = {}  # own lanes, [lane_items, ...], no graph
-        self._weights: dict[int, list[Tensor | None]] = {}  # their gradients, of the same shapes
-        self._loss: Tensor | None = None  # with its graph, on the worker of lane 0
-        self._loss_scalars: dict[str, Tensor] = {}  # the loss and metrics of the whole batch
+        # of this worker's lanes, and of the one that is watched: [lane_items, ...], no graph
+        self.embeddings: dict[int, list[Tensor]] = {}
+        self.of_all = LossOfAll()
         self._differences: list[tuple[int, Tensor]] = []
-        self._is_second = False
-        # of the lane that is watched: gradients of its embeddings; the loss, if that is lane 0
-        self._kept: tuple[dict[int, list[Tensor | None]], Tensor | None] = {}, None
 
     def run(self) -> LaneSteps[list[Gradients]]:
-        context = self.context
+        context, first = self.context, EmbedPass(self)
         self._prepare()
         with context.keep_casts():
-            with generators_restored():
-                yield from in_turn(map(self._embed_on, context.replicas.all))
-            yield from self._compute_loss()  # between the passes, on every worker
-            self._is_second = True
+            yield from first.run()
+            self.embeddings = first.embeddings
+            started = time.perf_counter()
+            gathered = gather(context.world, first, context.replicas.all[0].device)
+            self.exchange_seconds += time.perf_counter() - started
+            if gathered is not None:  # else no lane of any worker has items
+                if self.watched is not None and self.watched in gathered.rows:
+                    parts = zip(gathered.tensors, gathered.rows[self.watched], strict=True)
+                    watched = [tensor[rows].detach() for tensor, rows in parts]
+                    self.embeddings = {self.watched: watched, **self.embeddings}
+                self.of_all = yield from loss_of_all(self, gathered)
+                yield None
             return (yield from super().run())
 
     def repeat(self, lane: int, batch: Batch) -> tuple[Gradients, LaneScalars]:
@@ -85,19 +129,14 @@ class WholeBatchPass(LanePass):
         Loss functions may keep what they have seen.
         """
         repeated = replace(self, batch=batch, overlap=NO_OVERLAP)
-        repeated.begin_second(lane, self._embeddings, self._kept, self._loss_scalars)
+        repeated.begin_second(lane, self.embeddings, self.of_all)
         return repeated.compute(lane), repeated.scalars
 
     def begin_second(
-        self,
-        lane: int,
-        embeddings: dict[int, list[Tensor]],
-        kept: tuple[dict[int, list[Tensor | None]], Tensor | None],
-        loss_scalars: dict[str, Tensor],
+        self, lane: int, embeddings: dict[int, list[Tensor]], of_all: LossOfAll
     ) -> None:
         """Continue with the second pass of a lane, from the first pass of all workers."""
-        self.watched, self._is_second, self._embeddings = lane, True, embeddings
-        self._weights, self._loss, self._loss_scalars = dict(kept[0]), kept[1], loss_scalars
+        self.watched, self.embeddings, self.of_all = lane, embeddings, of_all
 
     def scale(self, results: object) -> float:
         """Return 1: the loss is that of all items already."""
@@ -114,39 +153,29 @@ class WholeBatchPass(LanePass):
                 )
         return report
 
-    def _embed_on(self, replica: Replica) -> LaneSteps[None]:
-        for lane in replica.lanes:
-            yield from self._run_lane(lane, replica)
-            yield None
+    @contextmanager
+    def embedding(self, lane: int, replica: Replica) -> Iterator[tuple[Form, list[Tensor]]]:
+        """Embed a lane, with the same random numbers in both passes, and continue in the block."""
+        context, embed = self.context, cast(LossFn, self.loss.embed)
+        batch = self.inputs.moved(lane, replica)
+        with context.replicas.on(replica), context.plugins.lane(self, lane, batch):
+            self._seed(lane)
+            with context.user_code():
+                embedded = split_embeddings(embed(self.loss.model, batch), lane)
+            yield embedded
+            context.buffers.end_lane(lane, replica.number)
 
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
-        if self._is_second and lane not in self._embeddings:  # without items
-            roots = [] if lane or self._loss is None else [self._loss]
-            return self._backward(lane, roots, [None] * len(roots), replica)
-        return (yield from super()._run_lane(lane, replica))
+        if lane in self.embeddings:
+            return (yield from super()._run_lane(lane, replica))
+        return self._backward(lane, [], [], replica)  # without items
 
     def _gradients(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
-        context = self.context
-        count, batch = self.inputs.items(lane), self.inputs.moved(lane, replica)
-        gradients: Gradients = []
-        if count == 0:
-            return gradients
-        embed = cast(LossFn, self.loss.embed)
-        with context.replicas.on(replica), context.plugins.lane(self, lane, batch):
-            set_generators(key(context.config.seed, "lane", *self.seed, lane))
-            with context.user_code():
-                form, embeddings = split_embeddings(embed(self.loss.model, batch), lane)
-            if self._is_second:
-                context.buffers.end_forward(lane, replica.number, self.scalars.copy)
-                gradients = self._continue(lane, embeddings, replica)
-                self.scalars.add(lane, count, self._loss_scalars)
-            else:  # the graph is built and dropped: without it, torch may choose other kernels
-                self._form = form
-                self._embeddings[lane] = [
-                    embedding.detach().clone().requires_grad_(embedding.requires_grad)
-                    for embedding in embeddings
-                ]
-            context.buffers.end_lane(lane, replica.number)
+        count = self.inputs.items(lane)
+        with self.embedding(lane, replica) as (_, embeddings):
+            self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
+            gradients = self._continue(lane, embeddings, replica)
+            self.scalars.add(lane, count, self.of_all.scalars)
         yield from ()  # a generator as in other passes, although no loop computes a loss
         return gradients
 
@@ -154,116 +183,83 @@ class WholeBatchPass(LanePass):
         """Return the gradients of a lane, given those of its embeddings."""
         # kernels of GPUs may differ in the last bits unless the run is deterministic
         if self.context.config.deterministic or replica.device.type == "cpu":
-            for embedding, first in zip(embeddings, self._embeddings[lane], strict=True):
+            for embedding, first in zip(embeddings, self.embeddings[lane], strict=True):
                 (flag,) = self.scalars.copy([differs(embedding.detach(), first.detach())])
                 self._differences.append((lane, flag))
-        roots: list[Tensor] = []  # [lane_items, ...] each, and the loss
+        roots: list[Tensor] = []  # [lane_items, ...] each
         weights: list[Tensor | None] = []
-        for embedding, weight in zip(embeddings, self._weights.pop(lane), strict=True):
+        for embedding, weight in zip(embeddings, self.of_all.weights[lane], strict=True):
             if weight is not None and embedding.requires_grad:
                 roots.append(embedding)
                 weights.append(weight.to(embedding.device))
-        if lane == 0 and self._loss is not None:  # for parameters that the loss itself uses
-            roots.append(self._loss)
-            weights.append(None)
         return self._backward(lane, roots, weights, replica)
 
     def _backward(
-        self,
-        lane: int,
-        roots: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        replica: Replica,
+        self, lane: int, roots: list[Tensor], weights: list[Tensor | None], replica: Replica
     ) -> Gradients:
+        if lane == 0 and self.of_all.loss is not None:  # for parameters that the loss itself uses
+            roots, weights = [*roots, self.of_all.loss], [*weights, None]
         if not roots:
             return [None] * len(self.parameters)
-        if any(root is self._loss for root in roots):
-            self._loss = None  # its graph ends with this pass, unless it is repeated
         parameters, retain_graph = replica.of(self.parameters), self.watched == lane == 0
         return self._differentiate(lane, roots, weights, parameters, retain_graph=retain_graph)
 
-    def _compute_loss(self) -> LaneSteps[None]:
-        """Compute the loss of all embeddings, and its gradient for those of this worker's lanes.
 
-        Or the body of a loop computes the loss, once on each worker.
-        """
-        context = self.context
-        device = context.replicas.all[0].device
-        own_embeddings = {
-            lane: [embedding.to(device) for embedding in embeddings]
-            for lane, embeddings in self._embeddings.items()
-        }
-        started = time.perf_counter()
-        gathered = gather(context.world, self._form, own_embeddings, device)
-        self.exchange_seconds += time.perf_counter() - started
-        if gathered is None:  # no lane of any worker has items
-            return
-        context.world.status.set_activity("computing the loss of all lanes")
-        inputs = [tensor for tensor in gathered.tensors if tensor.requires_grad]
-        # this worker needs the graph again, in `_continue`
-        has_lane_0 = 0 in context.own or self.watched == 0
-        with (
-            context.replicas.on(context.replicas.all[0]),
-            # every worker draws the same random numbers, so it gets the same loss
-            keyed(key(context.config.seed, "whole batch", *self.seed)),
-        ):
-            try:
-                with context.user_code():
-                    # cloned, because a loss function may write to them, but not to leaves
-                    copies = [tensor.clone() for tensor in gathered.tensors]
-                    embeddings = joined(gathered.form, copies)
-                    if self.loss.fn is None:
-                        returned = yield LaneBatch(None, embeddings)
-                    else:
-                        returned = self.loss.fn(self.loss.model, embeddings)
-                    loss, metrics = split_loss(returned, None)
-                context.plugins.loss(self, context.own[0], loss)
-                if has_compiled_graphs(context.devices) and is_compiled(loss):
-                    raise LossError(GRAPHS_OF_LOSS)
-                input_gradients = (  # [items, ...] each, None if the loss does not use it
-                    torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)
-                    if inputs
-                    else ()
-                )
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise OutOfMemoryError(
-                    f"the loss of all embeddings does not fit in the memory of {device} on worker"
-                    f" {context.world.rank} at step {self.seed[0]}; use a smaller batch_size, or"
-                    " compute the loss in parts with activation checkpointing"
-                ) from error
-        scalars = {"loss": loss.detach(), **metrics}
-        self._loss_scalars = dict(zip(scalars, self.scalars.copy([*scalars.values()]), strict=True))
-        self._loss = loss if has_lane_0 else None
-        self._note_weights(gathered, dict(zip(map(id, inputs), input_gradients, strict=True)))
-        yield None
+def loss_of_all(lane_pass: WholeBatchPass, gathered: Gathered) -> LaneSteps[LossOfAll]:
+    """Compute the loss of all embeddings, and its gradients for lanes that the pass continues.
 
-    def _note_weights(self, gathered: Gathered, gradients: Mapping[int, Tensor | None]) -> None:
-        """Note the gradients of this worker's embeddings, and of the lane that is watched.
-
-        `gradients` are those of the gathered tensors, [items, ...] each, by their ids.
-        """
-        watched = {} if self.watched is None else self._embeddings_of(self.watched, gathered)
-        for lane in {**self._embeddings, **watched}:
-            rows = zip(gathered.tensors, gathered.rows[lane], strict=True)  # of [items, ...]
-            # cloned, because kernels may round by the alignment of their memory
-            self._weights[lane] = [
-                None
-                if (gradient := gradients.get(id(tensor))) is None
-                else gradient[lane_rows].clone()
-                for tensor, lane_rows in rows
-            ]
-        if self.watched is not None:
-            self._embeddings = {**watched, **self._embeddings}
-            self._kept = {lane: self._weights[lane] for lane in watched}, self._loss
-
-    def _embeddings_of(self, lane: int, gathered: Gathered) -> dict[int, list[Tensor]]:
-        """Return the embeddings of a lane of any worker, nothing if it has no items."""
-        if lane not in gathered.rows:
-            return {}
-        rows = zip(gathered.tensors, gathered.rows[lane], strict=True)
-        return {lane: [tensor[lane_rows].detach() for tensor, lane_rows in rows]}
+    Or the body of a loop computes the loss, once on each worker.
+    """
+    context, spec, step = lane_pass.context, lane_pass.loss, lane_pass.seed[0]
+    first = context.replicas.all[0]
+    context.world.status.set_activity("computing the loss of all lanes")
+    inputs = [tensor for tensor in gathered.tensors if tensor.requires_grad]
+    # this worker needs the graph again, in lane 0
+    has_lane_0 = 0 in context.own or lane_pass.watched == 0
+    with (
+        context.replicas.on(first),
+        # every worker draws the same random numbers, so it gets the same loss
+        keyed(key(context.config.seed, "whole batch", *lane_pass.seed)),
+    ):
+        try:
+            with context.user_code():
+                # cloned, because a loss function may write to them, but not to leaves
+                copies = [tensor.clone() for tensor in gathered.tensors]
+                embeddings = joined(gathered.form, copies)
+                if spec.fn is None:
+                    returned = yield LaneBatch(None, embeddings)
+                else:
+                    returned = spec.fn(spec.model, embeddings)
+                loss, metrics = split_loss(returned, None)
+            context.plugins.loss(lane_pass, context.own[0], loss)
+            if has_compiled_graphs(context.devices) and is_compiled(loss):
+                raise LossError(GRAPHS_OF_LOSS)
+            of_inputs = (  # [items, ...] each, None if the loss does not use it
+                torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=has_lane_0)
+                if inputs
+                else ()
+            )
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"the loss of all embeddings does not fit in the memory of {first.device} on worker"
+                f" {context.world.rank} at step {step}; use a smaller batch_size, or compute the"
+                " loss in parts with activation checkpointing"
+            ) from error
+    scalars = {"loss": loss.detach(), **metrics}
+    copied = lane_pass.scalars.copy([*scalars.values()])
+    gradients = dict(zip(map(id, inputs), of_inputs, strict=True))
+    ordered = [gradients.get(id(tensor)) for tensor in gathered.tensors]
+    weights = {  # cloned, because kernels may round by the alignment of their memory
+        lane: [
+            None if gradient is None else gradient[rows].clone()
+            for gradient, rows in zip(ordered, gathered.rows[lane], strict=True)
+        ]
+        for lane in lane_pass.embeddings
+    }
+    graph = loss if has_lane_0 else None
+    return LossOfAll(graph, dict(zip(scalars, copied, strict=True)), weights)
 
 
 def split_embeddings(returned: Any, lane: int) -> tuple[Form, list[Tensor]]:
@@ -313,19 +309,21 @@ def embeddings_of_one_lane(embed: LossFn) -> LossFn:
     return fn
 
 
-def gather(
-    world: World, form: Form, own_embeddings: Mapping[int, Sequence[Tensor]], device: torch.device
-) -> Gathered | None:
+def gather(world: World, first: EmbedPass, device: torch.device) -> Gathered | None:
     """Return the embeddings of all lanes on every worker; None if no lane has any.
 
     The tensors are leaves, which require a gradient if those of any lane do. Raises `LossError` if
     lanes differ in more than the number of rows.
     """
+    own_embeddings = {
+        lane: [embedding.to(device) for embedding in embeddings]
+        for lane, embeddings in first.embeddings.items()
+    }
     # of this worker's lanes, as JSON: [lane, form, [[shape, dtype, requires_grad], ...]]
     specs = [
         [
             lane,
-            form,
+            first.form,
             [
                 [list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
                 for tensor in own_embeddings[lane]
@@ -339,10 +337,10 @@ def gather(
     if not all_specs:
         return None
     _check(all_specs)
-    _, form, first = all_specs[0]  # this worker's lanes may be without items
+    _, form, first_spec = all_specs[0]  # this worker's lanes may be without items
     tensors = []
     rows: dict[int, list[slice]] = {lane: [] for lane, _, _ in all_specs}
-    for number, (shape, dtype, _) in enumerate(first):
+    for number, (shape, dtype, _) in enumerate(first_spec):
         row = torch.empty(  # none, so that a worker without items has a shape and a dtype, too
             [0, *shape[1:]], dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
         )

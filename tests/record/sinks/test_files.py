@@ -11,8 +11,9 @@ from samestep.errors import ConfigError
 from samestep.record.cursor import Cursor
 from samestep.record.files import EventChunk, find_chunks
 from samestep.record.sinks import files as module
-from samestep.record.sinks.files import FunctionDestination, StorageDestination
+from samestep.record.sinks.files import MANIFEST, FunctionDestination, StorageDestination
 from samestep.record.source import open_source
+from samestep.snapshot.manifest import NAME
 from samestep.storage import StorageError
 from tests.snapshot.faulty import URL, failing, faulty_storage
 
@@ -282,6 +283,59 @@ def test_a_chunk_left_by_a_killed_process_is_removed(run_with_image):
     (run_with_image / CHUNK).write_bytes(LINES)
     assert function_destination(run_with_image).open() == 0
     assert not (run_with_image / CHUNK).exists()
+
+
+def snapshot(run, step, *names):
+    folder = run / f"step-{step:08d}"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"data")
+    return json.dumps({"event": "snapshot", "path": str(folder)}).encode() + b"\n"
+
+
+def test_the_function_receives_the_files_of_snapshots_and_their_manifest_last(run):
+    passed.clear()
+    first = snapshot(run, 1, "tensors-0", MANIFEST, "zeros")
+    removed = json.dumps({"event": "snapshot", "path": str(run / "step-00000002")}).encode() + b"\n"
+    elsewhere = json.dumps({"event": "snapshot", "path": str(run.parent)}).encode() + b"\n"
+    incomplete = snapshot(run, 3, "tensors-0")
+    lines = first + removed + elsewhere + incomplete
+    (run / "events.jsonl").write_bytes(lines)
+    function = function_destination(run)
+    function.open()
+    function.send(0, lines)
+    names = [name for name, _ in passed]
+    assert names[:-1] == [f"step-00000001/{name}" for name in ("tensors-0", "zeros", MANIFEST)]
+    assert names[-1].startswith("record/")
+
+
+def test_after_an_exception_the_rest_of_a_snapshot_is_passed(run, monkeypatch):
+    passed.clear()
+    lines = snapshot(run, 1, "tensors-0", MANIFEST)
+    (run / "events.jsonl").write_bytes(lines)
+    function = function_destination(run)
+    function.open()
+    monkeypatch.setattr(function, "_function", failing_at(function._function, 1))
+    with pytest.raises(OSError, match="no route"):
+        function.send(0, lines)
+    function.send(0, lines)
+    assert [name.split("/")[1] for name, _ in passed][:2] == ["tensors-0", MANIFEST]
+
+
+def failing_at(function, at):
+    """Return a function that raises at call number `at`."""
+    calls = iter(range(10**6))
+
+    def called(path):
+        if next(calls) == at:
+            raise OSError("no route")
+        function(path)
+
+    return called
+
+
+def test_the_manifest_has_its_name():
+    assert MANIFEST == NAME
 
 
 def test_a_missing_function_raises(run_with_image):

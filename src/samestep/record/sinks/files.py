@@ -1,4 +1,4 @@
-"""The record as files: at a URL, or passed to a user's function, like a run's snapshots."""
+"""The record as files: at a URL, or passed to a user's function, with those of snapshots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from samestep.errors import RecordError
 from samestep.record.cursor import Cursor, Destination
-from samestep.record.events import FILE_NAME
+from samestep.record.events import FILE_NAME, parse_events
 from samestep.record.files import FOLDER, EventChunk, covered_end, find_chunks, redundant_chunks
 from samestep.record.images import image_paths
 from samestep.record.sinks import find_function
@@ -22,19 +22,20 @@ FUNCTION_PAUSE_SECONDS: Final = 10.0
 FULL_BYTES: Final = 2 * 2**20
 MAX_SMALL_CHUNKS: Final = 100
 SAMPLE_BYTES: Final = 4096
+MANIFEST: Final = "manifest.json"  # of a snapshot
 ONE_TRY: Final = Retries(tries=1)  # the sender retries, and reports failures meanwhile
 
 
 class _FileDestination(Destination):
     """A destination of chunks and images. Each image is sent before the chunk that names it."""
 
-    _sent_images: frozenset[str] = frozenset()  # of a chunk that is not sent yet
+    _sent: frozenset[str] = frozenset()  # paths that lines name which are not sent yet
 
     def _send_images(self, lines: bytes) -> None:
         for path in image_paths(lines):
-            if path not in self._sent_images:
+            if path not in self._sent:
                 self._send_image(path)
-                self._sent_images |= {path}
+                self._sent |= {path}
 
     @abstractmethod
     def _send_image(self, path: str) -> None: ...
@@ -89,7 +90,7 @@ class StorageDestination(_FileDestination):
             self._merge()
         self._send_images(lines)
         self._write(self._base + offset, lines)
-        self._sent_images = frozenset()
+        self._sent = frozenset()
 
     def _send_image(self, path: str) -> None:
         try:
@@ -125,12 +126,14 @@ class StorageDestination(_FileDestination):
 
 
 class FunctionDestination(_FileDestination):
-    """Calls a function with the path of every image, and of every chunk of the events, as text.
+    """Calls a function with the path of every image, chunk of events, and file of a snapshot.
 
-    A chunk is a file only during the call.
+    Paths are texts. A snapshot's manifest comes last: a copy without it is none. A chunk of the
+    events is a file only during the call.
     """
 
     pause_seconds = FUNCTION_PAUSE_SECONDS
+    is_slow = True
 
     def __init__(self, name: str, directory: Path, source: Source, cursor: Cursor) -> None:
         super().__init__(name, directory, source, cursor)
@@ -145,8 +148,11 @@ class FunctionDestination(_FileDestination):
         return self._cursor.offset(self.name)
 
     def send(self, offset: int, lines: bytes) -> None:
-        """Pass the images, and then the lines as a chunk."""
+        """Pass the images and snapshots, and then the lines as a chunk."""
         self._send_images(lines)
+        for event in parse_events(line for line in lines.split(b"\n") if b'"snapshot"' in line):
+            if event.get("event") == "snapshot":
+                self._send_snapshot(self._directory / Path(str(event.get("path"))).name)
         end = offset + len(lines)
         path = EventChunk(offset, end).path
         file = self._directory / path
@@ -156,8 +162,16 @@ class FunctionDestination(_FileDestination):
         finally:
             with suppress(FileNotFoundError):  # the function may move it
                 file.unlink()
-        self._sent_images = frozenset()
+        self._sent = frozenset()
         self._cursor.save(self.name, end)
+
+    def _send_snapshot(self, folder: Path) -> None:
+        """Pass the files of a snapshot, unless it was removed because newer ones exist."""
+        files = sorted(folder.glob("*")) if (folder / MANIFEST).is_file() else []
+        for file in sorted(files, key=lambda file: file.name == MANIFEST):
+            if str(file) not in self._sent:
+                self._call(file)
+                self._sent |= {str(file)}
 
     def _send_image(self, path: str) -> None:
         try:
