@@ -21,6 +21,7 @@ from samestep.host import no_garbage_collection
 from tests import python
 from tests.huge_pages import use_huge_pages
 from tests.leaks import adopt_orphans, nothing_left
+from tests.order import group_of, seconds_of_groups, slow_ones_first
 
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -91,6 +92,15 @@ def pytest_collection() -> Generator[None, object, object]:
     """Import tests without searching for garbage, which takes a quarter of the time."""
     with no_garbage_collection():
         return (yield)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, after pytest-randomly has drawn an order."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(group_of(item.nodeid), []).append(item)
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = slow_ones_first(groups, seconds_of_groups(), processes)
 
 
 def pytest_collection_finish() -> None:
