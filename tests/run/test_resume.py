@@ -37,11 +37,6 @@ from tests.run.kinds import streams_job
 from tests.workers import run_workers, try_workers
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return left_by(image_job, tmp_path_factory.mktemp("undisturbed"), 1, lanes=8)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "seed"),
     [

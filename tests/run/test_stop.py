@@ -28,11 +28,6 @@ from tests.workers import run_workers, try_workers
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return left_by(image_job, tmp_path_factory.mktemp("undisturbed"), 1, lanes=8)
-
-
 def signal_at(step, number):
     """Return a hook that sends rank 1, or the only worker, a signal at a step."""
 
