@@ -11,7 +11,7 @@ from typing import TypeVar
 
 SLOWEST = Path(__file__).parent / "house" / "slowest.txt"
 # one process starts what tests of such a folder share, instead of each that gets one of its modules
-TOGETHER = ("tests/gpu",)
+TOGETHER = ("tests/gpu", "tests/watch/browser")
 
 T = TypeVar("T")
 
