@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import gc
+import logging
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from samestep.host import no_garbage_collection
 from tests import python
 from tests.huge_pages import use_huge_pages
 from tests.leaks import adopt_orphans, nothing_left
+from tests.order import group_of, seconds_of_groups, slow_ones_first
 
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -30,8 +32,8 @@ with suppress(ModuleNotFoundError), no_garbage_collection():
 
     torch.set_num_threads(1)
 adopt_orphans()
-# `make test-long` tries the properties on four times as many examples
-FEW = hypothesis.settings(deadline=None, max_examples=25)
+# `make test-long` tries the properties on 100 examples
+FEW = hypothesis.settings(deadline=None, max_examples=15)
 hypothesis.settings.register_profile("ci", FEW, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", FEW)
 hypothesis.settings.register_profile("long", deadline=None)
@@ -93,6 +95,15 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, after pytest-randomly has drawn an order."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(group_of(item.nodeid), []).append(item)
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = slow_ones_first(groups, seconds_of_groups(), processes)
+
+
 def pytest_collection_finish() -> None:
     """Make forks cheap, and fork the server of Python programs before any test changes something.
 
@@ -103,6 +114,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     python.start_server()
+    _let_loggers_propagate()
     use_huge_pages()  # last: what a process shares with another one is divided again
 
 
@@ -114,6 +126,16 @@ def _prepare_forks() -> None:
 
     preload()
     merge({}, {})  # evaluates the types of all options
+
+
+def _let_loggers_propagate() -> None:
+    """Let pytest find what torch logs at the root, in this process alone.
+
+    It adds its handlers to each logger that does not propagate, six times per test: torch has 50.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 def pytest_unconfigure() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +33,8 @@ IGNORED_VARIABLES = {
     "KMP_INIT_AT_FORK",
 }
 
-Constants = Mapping[str, Mapping[str, object]]
+# of each module, the names of constants and their values
+Constants = Mapping[str, tuple[Sequence[str], Sequence[object]]]
 
 
 class LeakError(Exception):
@@ -86,23 +88,27 @@ def _constants() -> Constants:
 @lru_cache(1)  # looking at 6,000 modules writes to their memory, which forks share
 def _constants_of(_modules: int) -> Constants:
     """Return the constants while as many modules are imported."""
-    return {
-        name: {constant: value for constant, value in vars(module).items() if constant.isupper()}
-        for name, module in [*sys.modules.items()]
-        if name.startswith("samestep.")
-    }
+    constants = {}
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("samestep."):
+            values = {name: value for name, value in vars(module).items() if name.isupper()}
+            constants[name] = ([*values], [*values.values()])
+    return constants
 
 
 def _changed(constants: Constants) -> list[str]:
-    """Return the full names of the constants that have other values now."""
-    return [
-        f"{module}.{constant}"
-        for module, before in constants.items()
-        if module in sys.modules
-        for now in [vars(sys.modules[module])]
-        for constant, value in before.items()
-        if now.get(constant, value) is not value
-    ]
+    """Return the full names of the constants that have other values now.
+
+    Each test compares thousands, so Python's own loops do it; only what changed is looked at here.
+    """
+    changed = []
+    for module, (names, values) in constants.items():
+        if module in sys.modules:
+            now = [*map(vars(sys.modules[module]).get, names, values)]
+            if not all(map(operator.is_, now, values)):
+                rows = zip(names, now, values, strict=True)
+                changed += [f"{module}.{name}" for name, new, old in rows if new is not old]
+    return changed
 
 
 def _children() -> dict[int, str]:

@@ -282,7 +282,9 @@ def test_disk_without_space_for_the_record_stops_the_run():
 
 @pytest.mark.parametrize("snapshot_every", [1, pytest.param(None, marks=pytest.mark.long)])
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_every, tmp_path):
+def test_moved_directory_stops_the_run_which_can_resume_there(
+    workers, snapshot_every, undisturbed, tmp_path
+):
     directory, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
 
     def job(run):
@@ -300,9 +302,7 @@ def test_moved_directory_stops_the_run_which_can_resume_there(workers, snapshot_
         "do not move or remove the run's directory|was removed or moved during the run",
         str(ends[0].error),
     )
-    assert left_by(image_job, elsewhere, 1, lanes=8) == left_by(
-        image_job, tmp_path / "undisturbed", 1, lanes=8
-    )
+    assert left_by(image_job, elsewhere, 1, lanes=8) == undisturbed
 
 
 def test_history_of_a_killed_run_has_each_step_once(tmp_path):

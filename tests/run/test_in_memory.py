@@ -144,8 +144,9 @@ def damage(state, count):
     return sorted({step for pair in copies for step, _ in pair}, reverse=True)
 
 
-def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_disk(tmp_path):
-    undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+def test_damaged_copies_are_skipped_for_older_ones_and_then_for_a_snapshot_on_disk(
+    undisturbed, tmp_path
+):
     for count in (1, 2):
         directory = tmp_path / str(count)
         with open_launcher_state(2) as state:
@@ -296,8 +297,7 @@ def test_training_continues_without_copies_if_memory_is_short(tmp_path, monkeypa
     assert snapshots(tmp_path)[-1:] == steps_of(STEPS)
 
 
-def test_snapshots_on_disk_need_no_copy_of_their_own(tmp_path, monkeypatch):
-    undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+def test_snapshots_on_disk_need_no_copy_of_their_own(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(StagingBuffer, "copy", None)
     monkeypatch.setattr(StagingBuffer, "reserve", None)
     options = {"hot_every": 1, "snapshot_every": 2, "keep_last": 10}
@@ -312,8 +312,9 @@ def test_snapshots_on_disk_need_no_copy_of_their_own(tmp_path, monkeypatch):
     [["memfd_create"], pytest.param(["memfd_create", "pidfd_open"], marks=pytest.mark.long)],
     ids=",".join,
 )
-def test_replacements_use_a_snapshot_on_disk_if_a_sandbox_refuses_memfd(calls, tmp_path):
-    undisturbed = left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
+def test_replacements_use_a_snapshot_on_disk_if_a_sandbox_refuses_memfd(
+    calls, undisturbed, tmp_path
+):
 
     def disturbed(step):
         if os.environ["SAMESTEP_INTERNAL_ATTEMPT"] == "0":

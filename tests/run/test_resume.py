@@ -37,11 +37,6 @@ from tests.run.kinds import streams_job
 from tests.workers import run_workers, try_workers
 
 
-@pytest.fixture
-def undisturbed(tmp_path):
-    return left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "seed"),
     [
@@ -102,7 +97,14 @@ def test_a_failure_after_the_updates_of_a_step_loses_nothing_that_was_saved(job,
     assert len(states) > 10
 
 
-def test_run_resumes_from_every_step(undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((1, 4, 6), id="at a start, the end and the middle of an epoch"),
+        pytest.param(range(1, STEPS), id="every one", marks=pytest.mark.long),
+    ],
+)
+def test_run_resumes_from_every_step(steps, undisturbed, tmp_path):
     run_workers(train, 2, image_job, tmp_path / "whole", {"keep_last": STEPS})
     assert snapshots(tmp_path / "whole") == steps_of(*range(1, STEPS + 1))
 
@@ -114,9 +116,9 @@ def test_run_resumes_from_every_step(undisturbed, tmp_path):
                 {"resume": tmp_path / "whole" / f"step-{step:08d}"},
             )
 
-    run_workers(resume, 3, range(1, STEPS, 2))
-    run_workers(resume, 1, range(2, STEPS, 2))
-    for step in range(1, STEPS):
+    run_workers(resume, 3, steps[::2])
+    run_workers(resume, 1, steps[1::2])
+    for step in steps:
         left = left_in(image_job, tmp_path / f"from-{step}")
         assert left.items() <= undisturbed.items()
         assert (

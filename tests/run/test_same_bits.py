@@ -13,11 +13,13 @@ from tests.jobs import events, image_job, images, left_by
 from tests.needs import needs
 from tests.run import kinds
 
-WORKERS = ((1, 1), (2, 1), (3, 1), (4, 1))
-DEVICES = ((1, 3), (2, 2))
+# workers, and devices of each; eight lanes are 3, 3 and 2 on three devices
+ALL = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2))
+SOME = ((1, 1), (3, 1), (2, 2))
+long = pytest.mark.long
 
 
-def fingerprint_of(job, folder, *, sizes=WORKERS, **options):
+def fingerprint_of(job, folder, *, sizes=SOME, **options):
     """Return the fingerprint of a job, which must be equal for all (workers, devices)."""
     first, *others = (
         left_by(
@@ -33,37 +35,50 @@ def fingerprint_of(job, folder, *, sizes=WORKERS, **options):
     return first
 
 
+OFTEN = [
+    image_job,
+    kinds.three_samples_job,
+    kinds.experts_job,
+    kinds.buffers_job,
+    kinds.streams_job,
+    kinds.mixed_dtypes_job,
+]
+SELDOM = [
+    kinds.adversarial_job,
+    kinds.words_job,
+    kinds.grouped_job,
+    kinds.accumulating_job,
+    kinds.float64_job,
+]
+
+
 @pytest.mark.parametrize(
-    "job",
+    ("job", "sizes"),
     [
-        image_job,
-        kinds.three_samples_job,
-        pytest.param(kinds.adversarial_job, marks=pytest.mark.long),
-        kinds.experts_job,
-        kinds.buffers_job,
-        pytest.param(kinds.words_job, marks=pytest.mark.long),
-        pytest.param(kinds.grouped_job, marks=pytest.mark.long),
-        pytest.param(kinds.accumulating_job, marks=pytest.mark.long),
-        kinds.streams_job,
-        kinds.mixed_dtypes_job,
-        pytest.param(kinds.float64_job, marks=pytest.mark.long),
+        *(pytest.param(job, SOME, id=job.__name__) for job in OFTEN),
+        *(
+            pytest.param(job, ALL, id=f"{job.__name__}, all sizes", marks=long)
+            for job in OFTEN + SELDOM
+        ),
     ],
 )
-def test_every_number_of_workers_and_devices_gives_the_same_bits(job, tmp_path):
-    assert len(fingerprint_of(job, tmp_path, sizes=(*WORKERS, *DEVICES))) > 10
+def test_every_number_of_workers_and_devices_gives_the_same_bits(job, sizes, tmp_path):
+    assert len(fingerprint_of(job, tmp_path, sizes=sizes)) > 10
 
 
 @pytest.mark.parametrize(
-    "job", [pytest.param(kinds.adversarial_job, marks=pytest.mark.long), kinds.mixed_dtypes_job]
+    "job", [pytest.param(kinds.adversarial_job, marks=long), kinds.mixed_dtypes_job]
 )
 def test_workers_without_shared_memory_give_the_same_bits(job, tmp_path, monkeypatch):
     sharing = left_by(job, tmp_path / "sharing", 2, lanes=8)
     monkeypatch.delattr("os.memfd_create")
-    assert fingerprint_of(job, tmp_path, sizes=((2, 1), (3, 1))) == sharing
+    assert left_by(job, tmp_path / "not sharing", 3, lanes=8) == sharing
 
 
 def test_bfloat16_autocast_gives_the_same_bits(tmp_path):
-    assert fingerprint_of(image_job, tmp_path / "bfloat16", precision="bfloat16") != left_by(
+    sizes = ((1, 1), (3, 1))
+    options = {"sizes": sizes, "precision": "bfloat16"}
+    assert fingerprint_of(image_job, tmp_path / "bfloat16", **options) != left_by(
         image_job, tmp_path / "float32", 1, lanes=8
     )
 
@@ -117,28 +132,36 @@ def cast_once(*, embeds):
         return run.device.type
 
 
-def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(tmp_path):
-    sizes = (*WORKERS, *DEVICES)
-    unsharded, sharded = (
-        fingerprint_of(kinds.vit_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
-        for sharded in (False, True)
-    )
-    assert sharded == unsharded
+SHARDS = pytest.mark.parametrize(
+    ("unsharded", "sharded"),
+    [
+        (((1, 1), (3, 1)), ((3, 1), (2, 2))),
+        pytest.param(ALL, ALL, id="all sizes", marks=long),
+    ],
+)
 
 
-def test_a_loss_of_the_whole_batch_gives_the_same_bits(tmp_path):
-    sizes = ((1, 1), (2, 1), (3, 1), (2, 2))
-    unsharded, sharded = (
-        fingerprint_of(kinds.contrastive_job(sharded=sharded), tmp_path / str(sharded), sizes=sizes)
-        for sharded in (False, True)
-    )
-    assert sharded == unsharded
+def sharding_changes_nothing(make_job, folder, unsharded, sharded):
+    expected = fingerprint_of(make_job(sharded=False), folder / "unsharded", sizes=unsharded)
+    assert fingerprint_of(make_job(sharded=True), folder / "sharded", sizes=sharded) == expected
+
+
+@SHARDS
+def test_sharding_gives_the_same_bits_for_a_vit_with_mixup_clipping_and_ema(
+    unsharded, sharded, tmp_path
+):
+    sharding_changes_nothing(kinds.vit_job, tmp_path, unsharded, sharded)
+
+
+@SHARDS
+def test_a_loss_of_the_whole_batch_gives_the_same_bits(unsharded, sharded, tmp_path):
+    sharding_changes_nothing(kinds.contrastive_job, tmp_path, unsharded, sharded)
 
 
 def test_lanes_need_not_be_a_power_of_two(tmp_path):
-    assert fingerprint_of(
-        image_job, tmp_path / "7", sizes=((1, 1), (3, 1), (2, 3)), lanes=7
-    ) != left_by(image_job, tmp_path / "8", 1, lanes=8)
+    assert fingerprint_of(image_job, tmp_path / "7", sizes=((1, 1), (2, 3)), lanes=7) != left_by(
+        image_job, tmp_path / "8", 1, lanes=8
+    )
 
 
 def test_another_seed_gives_different_bits(tmp_path):
@@ -162,12 +185,18 @@ def test_private_generators_give_the_same_bits(tmp_path):
     assert with_two == without
 
 
-def test_loader_processes_give_the_same_bits(tmp_path):
-    without, with_two = (
-        fingerprint_of(partial(kinds.augmented_job, loader_workers=n), tmp_path / f"{n}-loaders")
-        for n in (0, 2)
-    )
-    assert with_two == without
+@pytest.mark.parametrize(
+    ("without", "with_two"),
+    [(((1, 1),), ((2, 1),)), pytest.param(ALL, ALL, id="all sizes", marks=long)],
+)
+def test_loader_processes_give_the_same_bits(without, with_two, tmp_path):
+    left = [
+        fingerprint_of(
+            partial(kinds.augmented_job, loader_workers=n), tmp_path / f"{n}-loaders", sizes=sizes
+        )
+        for n, sizes in ((0, without), (2, with_two))
+    ]
+    assert left[0] == left[1]
 
 
 def test_unused_parameter_is_unchanged(tmp_path):

@@ -28,11 +28,6 @@ from tests.workers import run_workers, try_workers
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
-@pytest.fixture
-def undisturbed(tmp_path):
-    return left_by(image_job, tmp_path / "undisturbed", 1, lanes=8)
-
-
 def signal_at(step, number):
     """Return a hook that sends rank 1, or the only worker, a signal at a step."""
 

@@ -33,7 +33,7 @@ def steps_in(directory):
     keep_last=st.integers(1, 3),
     keep_best=st.integers(0, 3),
 )
-@settings(max_examples=20)  # each saves up to 8 snapshots
+@settings(max_examples=10)  # each saves up to 8 snapshots
 def test_the_newest_and_the_best_stay(tmp_path_factory, scores, keep_last, keep_best):
     directory = tmp_path_factory.mktemp("run")
     stay: set[int] = set()

@@ -58,7 +58,7 @@ def test_a_training_state_keeps_its_names_and_bits(tmp_path):
     assert exact(restored["optimizer"]) == exact({"state": expected})
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.dictionaries(st.text("ab.-", min_size=1, max_size=5), tensors(), min_size=1))
 def test_any_tensor_is_read(tmp_path_factory, state):
     folder = save(state, tmp_path_factory.mktemp("any"))

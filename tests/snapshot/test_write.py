@@ -289,7 +289,7 @@ def test_what_is_not_of_a_save_stays(tmp_path):
     workers=st.integers(1, 3),
     saves=st.lists(st.tuples(st.integers(1, 3), st.none() | st.integers(0, 2)), min_size=2),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_step_saved_again_writes_only_the_data_that_changed(tmp_path_factory, workers, saves):
     directory, data = tmp_path_factory.mktemp("run"), {}
     with team(directory, workers) as (writers, _):

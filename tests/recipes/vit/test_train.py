@@ -157,7 +157,7 @@ def test_a_folder_of_held_out_images_is_enough_for_evaluation(tmp_path):
     assert json.loads((out / SCORES_FILE).read_text()) == {"step": 0, "scores": scores}
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("loader_workers", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_torn_image_is_one_line_on_the_terminal(loader_workers, tmp_path, capfd):
     arguments = make_images(tmp_path / "images")
     torn = tmp_path / "images" / "train" / "dog" / "1.png"

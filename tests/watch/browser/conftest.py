@@ -1,4 +1,4 @@
-"""A server with empty runs, and one browser for all tests of a module."""
+"""One browser for all tests, and a server with empty runs for each module."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def opened(place):
-    """Return the page of a server, in one browser for all tests."""
+@pytest.fixture(scope="session")
+def driver():
     needs("chromium")
     needs("chromedriver")
-    with (
-        nothing_left(),
-        serving(place) as server,
-        browsing() as driver,
-    ):
+    with nothing_left(), browsing() as started_driver:
+        yield started_driver
+
+
+@pytest.fixture(scope="module")
+def opened(driver, place):
+    """Return the page of a server."""
+    with nothing_left(), serving(place) as server:
         yield Page(driver, server)
+        driver.get("about:blank")  # no page asks a server that has ended
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,7 @@ def test_a_failure_is_one_line_with_its_traceback_folded(run, page):
     assert "in the script" in item.text
 
 
+@pytest.mark.long
 def test_a_stalled_run_says_who_is_awaited(run, page):
     reason = "worker 0 has waited 30 s at step 2 while exchanging losses, for worker 1"
     append(run, *losses(0, 1), {"event": "stalled", "step": 2, "reason": reason})

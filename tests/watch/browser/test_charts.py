@@ -328,6 +328,7 @@ def test_charts_of_time_workers_and_hosts_are_saved_and_enlarged(run, page, tmp_
         assert page.run(height, tab) > before
 
 
+@pytest.mark.long
 def test_the_unit_of_a_throughput_fits_its_values(run, page):
     append(run, system("a", disk_read=20.0, disk_written=3e3, network_sent=5e9))
     page.open(run.name, tab="system")

@@ -53,7 +53,7 @@ def test_histograms_are_drawn_by_name_and_step(run, page):
     assert "histogram=" in page.run("return location.hash")
 
 
-def test_an_appended_point_is_drawn_without_a_reload(run, page):
+def test_points_that_come_and_go_are_drawn_without_a_reload(run, page):
     append(run, *losses(*range(10)))
     page.open(run.name).points("loss", 10)
     seconds = []
@@ -65,6 +65,13 @@ def test_an_appended_point_is_drawn_without_a_reload(run, page):
     delays = ", ".join(f"{delay:.2f}" for delay in seconds)
     sys.stdout.write(f"seconds until an appended point was drawn: {delays}\n")
     assert page.newest("loss") == "0.1538"
+    append(run, started(5, kind="resumed", workers=1))  # which makes later points void
+    page.points("loss", 5)
+    append(run, *losses(5, 6))
+    page.points("loss", 7)
+    page.choose_tab("events")
+    row = page.until("return document.querySelector('#events [data-kind=resumed]')?.textContent")
+    assert "resumed at step 5 with 1 worker: resized from 2 to 1 worker" in row
     assert page.was_loaded_once()
 
 
@@ -90,19 +97,6 @@ def test_dragging_zooms_to_exact_data(run, page):
     assert page.points("loss") == math.floor(last) - math.ceil(first) + 1
     page.element("#zoom-reset").click()
     page.until("return document.querySelector('[data-scalar=loss]').dataset.exact === 'false'")
-
-
-def test_points_that_a_resume_makes_void_are_removed(run, page):
-    append(run, *losses(*range(10)))
-    page.open(run.name).points("loss", 10)
-    append(run, started(5, kind="resumed", workers=1))
-    page.points("loss", 5)
-    append(run, *losses(5, 6))
-    page.points("loss", 7)
-    page.choose_tab("events")
-    row = page.until("return document.querySelector('#events [data-kind=resumed]')?.textContent")
-    assert "resumed at step 5 with 1 worker: resized from 2 to 1 worker" in row
-    assert page.was_loaded_once()
 
 
 @pytest.mark.long

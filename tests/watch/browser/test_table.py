@@ -193,7 +193,9 @@ def test_a_setting_and_a_score_of_the_same_name_are_two_columns(run, place, page
     assert {"setting rate", "setting step"} < set(page.run(offered))
 
 
-def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, place, page, names):
+def test_a_filter_by_a_setting_compares_its_whole_value_and_a_click_opens_a_row(
+    run, place, page, names
+):
     other = place / next(names)
     for folder, rate in ((run, 0.1), (other, 0.15)):
         append(folder, {**started(), "settings": {"lr": rate, "study": "whole"}}, scalars(0, a=1))
@@ -201,6 +203,11 @@ def test_a_filter_by_a_setting_that_some_run_has_compares_its_whole_value(run, p
     wait_for_rows(page, run)
     page.open(run.name, tab="table", filter="study=whole LR=0.")
     page.until(f"return {ROWS}.length === 2")
+    # the other run is not loaded yet
+    page.element(f"#runs-table [data-run='{other.name}'] button").click()
+    page.wait_for(other.name, "return document.getElementById('run-name')?.textContent")
+    page.until("return document.querySelectorAll('#runs-table tr[data-chosen]').length === 1")
+    assert page.text("#runs-table tr[data-chosen] th") == other.name
 
 
 def test_runs_chosen_by_settings_are_drawn_as_groups(run, place, page, tmp_path):
@@ -263,17 +270,6 @@ def test_an_idle_table_is_loaded_once_and_keeps_the_focus(run, place, page, name
     # runs of earlier tests may become silent meanwhile
     assert not all(is_loaded(number) for number in (3, 4, 5, 6))
     assert page.run("return document.activeElement === window.row && row.isConnected")
-
-
-def test_a_click_on_a_row_opens_a_run_that_is_not_loaded_yet(run, place, page, names):
-    other = place / next(names)
-    for folder in (run, other):
-        append(folder, {**started(), "settings": {"study": "click"}}, scalars(0, a=1))
-    page.open(run.name, tab="table", filter="study=click")
-    page.element(f"#runs-table [data-run='{other.name}'] button").click()
-    page.wait_for(other.name, "return document.getElementById('run-name')?.textContent")
-    page.until("return document.querySelectorAll('#runs-table tr[data-chosen]').length === 1")
-    assert page.text("#runs-table tr[data-chosen] th") == other.name
 
 
 def test_the_list_of_runs_has_scores_and_progress_and_sorts_by_score(run, page):
