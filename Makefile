@@ -33,13 +33,13 @@ demo: $(VENV)/ready-vit
 
 # A third of the time of the tests is waits for what they start, so two cores serve six processes.
 test: $(VENV)/ready-dev
-	$(BIN)/pytest --numprocesses 6 --dist worksteal
+	$(BIN)/pytest --numprocesses 4 --dist worksteal
 
 # The folders of src/samestep that make a step, keep it and watch it, in the order of
 # docs/architecture.md.
 CORE := tests/cluster tests/record tests/data tests/comm tests/step tests/snapshot tests/plugins tests/guards tests/run $(wildcard tests/test_*.py)
 test-core: $(VENV)/ready-dev
-	$(BIN)/pytest --numprocesses 6 --dist worksteal $(CORE)
+	$(BIN)/pytest --numprocesses 4 --dist worksteal $(CORE)
 
 test-long: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile long -m 'long or hypothesis'

@@ -83,7 +83,7 @@ def test_an_unwritable_directory_raises(tmp_path):
 class Remote:
     """A destination whose calls block until `allowed`, then return or fail; counts its calls."""
 
-    waits_until = 0.0
+    is_slow, waits_until = False, 0.0
     name, dropped = "remote", 0
 
     def __init__(self):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Final
 from zlib import crc32
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from samestep.data.random_state import numpy_position
 from samestep.errors import DataError
 from samestep.plugin import EndedStep, RunPlugin
+
+NAMES: Final = ("Python's random", "numpy.random", "torch")  # then those of GPUs
 
 
 class RandomPositions(RunPlugin):
@@ -32,36 +35,35 @@ class RandomPositions(RunPlugin):
         """Leave draws after a body alone, which no later one sees."""
         self._in_body = False
 
-    def note(self) -> dict[str, int] | None:
+    def note(self) -> list[int] | None:
         """Return a number for each generator, which tells its position."""
         if not self._in_body:
             return None
         words = random.getstate()[1]
-        positions = {
-            "Python's random": hash((words[0], words[-1])),
-            "numpy.random": numpy_position(),
-            "torch": _crc(torch.default_generator),
-        }
-        for number, index in enumerate(self._gpus):
-            positions[f"torch.cuda of device {number}"] = _crc(torch.cuda.default_generators[index])
-        return positions
+        generators = [torch.default_generator]
+        generators += [torch.cuda.default_generators[index] for index in self._gpus]
+        return [words[0] ^ words[-1], numpy_position(), *map(_crc, generators)]
 
-    def receive(self, step: int, notes: Sequence[dict[str, int] | None]) -> None:
+    def receive(self, step: int, notes: Sequence[list[int] | None]) -> None:
         """Raise `DataError` if the workers' positions differ."""
-        first = notes[0]
-        if first is None:
-            return
+        first = notes[0] or []
         for rank, other in enumerate(notes):
-            for name, position in (other or {}).items():
-                if first.get(name, position) != position:
-                    raise DataError(
-                        f"in the body of step {step}, worker {rank} has drawn other random numbers"
-                        f" from the generator of {name} than worker 0, so that all that they draw"
-                        " after it differs. Draw on all workers alike; what one worker does alone,"
-                        " as behind run.is_main, gets a generator of its own, such as"
-                        " torch.Generator().manual_seed(0), or follows the last draw of the body"
-                        " and run.backward"
-                    )
+            pairs = zip(other or (), first, strict=False)
+            for number, (position, expected) in enumerate(pairs):
+                if position != expected:
+                    raise _differ(step, rank, number)
+
+
+def _differ(step: int, rank: int, number: int) -> DataError:
+    gpu = number - len(NAMES)
+    name = NAMES[number] if gpu < 0 else f"torch.cuda of device {gpu}"
+    return DataError(
+        f"in the body of step {step}, worker {rank} has drawn other random numbers from the"
+        f" generator of {name} than worker 0, so that all that they draw after it differs. Draw on"
+        " all workers alike; what one worker does alone, as behind run.is_main, gets a generator of"
+        " its own, such as torch.Generator().manual_seed(0), or follows the last draw of the body"
+        " and run.backward"
+    )
 
 
 def _crc(generator: torch.Generator) -> int:
