@@ -155,9 +155,17 @@ def test_a_stopped_fork_server_with_workers_is_killed(module, monkeypatch):
 
 
 def test_if_an_import_used_cuda_workers_are_forked_from_the_launcher(module, tmp_path):
-    (tmp_path / "noisy.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True")
+    is_seen = tmp_path / "seen"
+    lines = [
+        "import pathlib, time, torch",
+        f"while not pathlib.Path({str(is_seen)!r}).exists():",
+        "    time.sleep(0.01)",
+        "torch.cuda.is_initialized = lambda: True",
+    ]
+    (tmp_path / "noisy.py").write_text("\n".join(lines))
 
     def until_it_has_ended(fork_server):
+        is_seen.touch()  # it could end before this worker has seen it
         assert end_soon([fork_server])
 
     assert launch(interrupted(module, before=until_it_has_ended), workers=1) == (False, [])

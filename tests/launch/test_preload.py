@@ -107,7 +107,10 @@ def test_a_signal_while_torch_is_imported_ends_the_run(number, status, printed, 
         ["run", "-n", "auto", "train.py"],
     ],
 )
-def test_ctrl_c_while_a_command_imports_torch_ends_it(words):
+def test_ctrl_c_while_a_command_imports_torch_ends_it(words, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('training')")
+    words = [str(script) if word == "train.py" else word for word in words]
     ended = run_signaled(signal.SIGINT, *words)
     assert ended.returncode == 130, ended.stderr
     *before, line = ended.stderr.splitlines()
