@@ -205,6 +205,7 @@ class Evaluation:
         if is_due:
             self._check.add(use, use.earlier, next(batches))
         replicas.refresh()
+        after_block = lanes.plugins.blocks(fn, model, len(spans)) if self._blocks > 1 else []
         with evaluating(model), torch.no_grad(), lanes.keep_casts():
             # a model without replicas stays on the first device
             turns = cycle(replicas.holding(model))
@@ -226,6 +227,8 @@ class Evaluation:
                 begin_compiled_graphs(lanes.devices)
                 with replicas.on(replica), keyed(block_key), lanes.autocast():
                     returned = fn(model, batch)
+                for look in after_block:
+                    look()
                 yield block, returned
 
     def _results(self, returned: Any) -> tuple[dict[str, Any], dict[str, Metric]]:

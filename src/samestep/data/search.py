@@ -245,7 +245,7 @@ class _Kind:
             is_module=issubclass(kind, torch.nn.Module),
             is_user=(
                 None
-                if is_builtin or issubclass(kind, (list, dict, deque))
+                if is_builtin or issubclass(kind, (list, dict, deque, partial))
                 else not is_installed(kind)
             ),
             has_attributes=has_attributes,

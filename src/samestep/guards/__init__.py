@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from samestep.guards.blocks import BlockState
 from samestep.guards.lane_state import LaneState
 from samestep.guards.loss_graph import DivisorCheck, UnnamedParameters
 from samestep.guards.metric_guard import MetricGuard
@@ -25,4 +26,4 @@ def plugins_of(engine: LaneEngine) -> list[StepPlugin]:
         engine.world.wait_for_gpu,
     )
     # metrics are compared first, because their error says more than that of their tensors
-    return [*plugins, reach, MetricGuard(reach), LaneState(reach), DivisorCheck()]
+    return [*plugins, reach, MetricGuard(reach), LaneState(reach), DivisorCheck(), BlockState()]

@@ -129,6 +129,12 @@ class StepPlugin:
     def end(self, result: StepResult) -> None:
         """Look at the results of the step, after gradients are set."""
 
+    def blocks(self, fn: LossFn, model: Any, own: int) -> Callable[[], object] | None:
+        """Prepare for an evaluation, of which this worker computes `own` blocks.
+
+        Return what is called after each of them.
+        """
+
 
 def overriding(plugins: Sequence[Plugin], kind: type[Plugin], method: str) -> list[Plugin]:
     """Return the plugins of a kind that override a method: that of others does nothing."""
@@ -144,6 +150,7 @@ class StepPlugins:
         self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
         self._loss = having("loss")
         self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
+        self._blocks = having("blocks")
 
     def begin(self, lane_pass: LanePass) -> None:
         """Prepare all of them for a step."""
@@ -180,6 +187,11 @@ class StepPlugins:
         """Let all of them look at the results of the step."""
         for plugin in self._end:
             plugin.end(result)
+
+    def blocks(self, fn: LossFn, model: Any, own: int) -> list[Callable[[], object]]:
+        """Prepare all of them for an evaluation; return what they do after each block."""
+        after = [plugin.blocks(fn, model, own) for plugin in self._blocks]
+        return [look for look in after if look is not None]
 
 
 def _nothing() -> None:

@@ -1,0 +1,128 @@
+"""Refusals of what the blocks of an evaluation leave behind: lists, counters, tensors.
+
+Each worker evaluates its own blocks, so that a list of predictions that the function appends to, or
+a matrix that it adds to, has those of one worker. The first two blocks are compared: what a model
+prepares once, such as a table of positions, is there after the first.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor
+from torch.nn import Parameter
+
+from samestep.data.search import Reference, is_metric, walk
+from samestep.errors import EvaluationError
+from samestep.guards.reach import Place, code_of, is_plain, readable
+from samestep.step.hashing import hashes_of
+from samestep.step.lane_pass import StepPlugin
+from samestep.user_code import is_users
+
+LOOKS: Final = 2  # at a function
+MOST_BYTES: Final = 1 << 20  # of an array or a tensor that is compared
+NUMBERS: Final = (int, float, complex, np.number)
+SEQUENCES: Final = (list, deque, set)
+
+
+class BlockState(StepPlugin):
+    """Refuses functions of `run.evaluate` that keep something of each block."""
+
+    def __init__(self) -> None:
+        self._looks: dict[Any, int] = {}  # by function
+
+    def blocks(self, fn: Any, model: Any, own: int) -> Callable[[], object] | None:
+        """Note what a function and its model reach, before the `own` blocks of this worker."""
+        code = code_of(fn)
+        looks = self._looks.get(code, 0)
+        if looks == LOOKS or own == 0:
+            return None
+        self._looks[code] = looks + 1
+        return _Blocks({"fn": fn, "model": model}, are_several=own > 1).after_block
+
+
+class _Blocks:
+    """What a function reaches, before its first block and after the first two."""
+
+    def __init__(self, roots: Mapping[str, Any], *, are_several: bool) -> None:
+        self._roots, self._are_several = roots, are_several
+        self._marks: dict[Place, tuple[Reference, Any]] | None = _marks(roots)
+        self._has_first = False
+
+    def after_block(self) -> None:
+        """Raise `EvaluationError` if a block has changed what the next one may read."""
+        if self._marks is None:
+            return
+        now = _marks(self._roots)
+        for place, (reference, mark) in self._marks.items():
+            _, other = now.get(place, (None, None))
+            kinds = SEQUENCES if self._are_several and not self._has_first else (object,)
+            if _has_changed(mark, other, kinds):
+                raise _changed(readable(reference).removeprefix("fn: "))
+        self._marks = now if self._are_several and not self._has_first else None
+        self._has_first = True
+
+
+def _has_changed(mark: Any, other: Any, kinds: tuple[type, ...]) -> bool:
+    """Return whether a value of these kinds has another mark of the same form."""
+    if other is None or mark[:2] != other[:2]:
+        return False  # such as a table that was made, or made larger
+    kind, _, content = mark
+    if issubclass(kind, SEQUENCES):
+        return bool(other[2] > content)  # a length
+    return issubclass(kind, kinds) and content != other[2]
+
+
+def _marks(roots: Mapping[str, Any]) -> dict[Place, tuple[Reference, Any]]:
+    """Return what user code holds, by place."""
+    marks = {}
+    for reference, value in _parts(roots):
+        if (mark := _mark(value)) is not None:
+            marks[id(reference.owner), reference.key] = reference, mark
+    return marks
+
+
+def _parts(roots: Mapping[str, Any]) -> Iterator[tuple[Reference, Any]]:
+    of_metrics: set[int] = set()  # what metrics hold, which are merged if they are returned
+    for found in walk(**roots):
+        if is_metric(found.value) or id(found.value) in of_metrics:
+            of_metrics.update(id(content) for _, content in found.parts)
+        elif found.is_of_user:
+            yield from found.parts
+        code = getattr(found.value, "__code__", None)
+        if isinstance(code, CodeType) and is_users(code.co_filename):
+            for name in _assigned_globals(code):
+                names = found.value.__globals__
+                yield Reference(name, dict.__getitem__, names, name), names.get(name)
+
+
+def _assigned_globals(code: CodeType) -> list[str]:
+    return [each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"]
+
+
+def _mark(value: Any) -> tuple[Any, ...] | None:
+    """Return (kind, form, content) of a value that may be added to, None of others."""
+    if isinstance(value, SEQUENCES):
+        return type(value), None, len(value)
+    if isinstance(value, NUMBERS) and not isinstance(value, bool):
+        return type(value), None, repr(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iufcb" and value.nbytes <= MOST_BYTES:
+        return np.ndarray, (value.shape, value.dtype), value.tobytes()
+    is_state = is_plain(value) and not isinstance(value, Parameter) and value.grad_fn is None
+    if is_state and value.numel() * value.element_size() <= MOST_BYTES:
+        return Tensor, (value.shape, value.dtype), hashes_of([value])
+    return None
+
+
+def _changed(name: str) -> EvaluationError:
+    return EvaluationError(
+        f"the function of run.evaluate changed {name} in each block: every worker evaluates its own"
+        " blocks, so it would hold those of one worker. Return what belongs to a sample, and get"
+        " that of all samples in order with run.evaluate(..., gather=True); return a metric"
+        " (torchmetrics, or an ss.Metric), which is merged; or return a mean or a sum"
+    )
