@@ -14,7 +14,7 @@ SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
     "data": 3_960,
-    "step": 6_240,
+    "step": 6_250,
     "comm": 4_730,
     "cluster": 690,
     "snapshot": 5_080,
@@ -22,7 +22,7 @@ CORE = {
     "run": 3_890,
     "": 4_010,
 }
-PLUGINS = {"guards": 740, "plugins": 2_820}  # what watches a step from outside
+PLUGINS = {"guards": 870, "plugins": 2_820}  # what watches a step from outside
 LEAVES = {"integrations": 930, "launch": 3_700, "tools": 2_470, "watch": 3_550}  # programs
 
 

@@ -208,13 +208,18 @@ def test_a_broken_held_out_image_loses_no_training(tmp_path):
 
 
 def test_a_worker_evaluates_as_many_images_at_once_as_is_set(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(training, "score", lambda model, batch: sizes.append(len(batch[1])) or {})
+    sizes = {}
+
+    def score(model, batch):
+        sizes[len(sizes)] = len(batch[1])
+        return {}
+
+    monkeypatch.setattr(training, "score", score)
     settings = read(Settings, [*SMALL, "evaluate_batch_size=100", "ema_decay=none"])
     images = open_images(settings.data, settings.model)
     with ss.init(lanes=4) as run:
         evaluate(run, settings, {"model": Linear(64, 10)}, images)
-    assert sizes == [100, 100, 100, 55]
+    assert [*sizes.values()] == [100, 100, 100, 55]
 
 
 def test_an_exported_model_gives_the_same_numbers(trained, tmp_path):
