@@ -114,13 +114,22 @@ def test_what_each_block_adds_to_is_refused(name):
         evaluated(LEFT[name])
 
 
-def test_a_hidden_state_of_the_model_is_refused():
+def test_a_state_that_the_model_changes_in_place_is_refused():
     def keep(meter, predictions, logits):
-        model.hidden = logits.mean(0)
+        model.hidden.add_(logits.mean(0))
 
     model = Recurrent()
     with pytest.raises(EvaluationError, match="hidden in each block"):
         evaluated(keep, model)
+
+
+def test_what_a_model_sets_in_each_pass_is_accepted():
+    def keep(meter, predictions, logits):
+        model.last, model.size, model.layers = logits, len(logits), []
+        model.layers.append(logits)
+
+    model = Recurrent()
+    evaluated(keep, model)
 
 
 def test_a_method_and_a_partial_are_searched_as_well():

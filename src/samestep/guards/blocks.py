@@ -15,17 +15,17 @@ from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from samestep.data.search import Reference, is_metric, walk
 from samestep.errors import EvaluationError
 from samestep.guards.reach import Place, code_of, is_plain, readable
-from samestep.step.hashing import hashes_of
 from samestep.step.lane_pass import StepPlugin
+from samestep.torch_internals import versions_of
 from samestep.user_code import is_users
 
 LOOKS: Final = 2  # at a function
-MOST_BYTES: Final = 1 << 20  # of an array or a tensor that is compared
+MOST_BYTES: Final = 1 << 20  # of an array that is compared
 NUMBERS: Final = (int, float, complex, np.number)
 SEQUENCES: Final = (list, deque, set)
 
@@ -52,70 +52,77 @@ class _Blocks:
     def __init__(self, roots: Mapping[str, Any], *, are_several: bool) -> None:
         self._roots, self._are_several = roots, are_several
         self._marks: dict[Place, tuple[Reference, Any]] | None = _marks(roots)
-        self._has_first = False
+        self._is_first = True
 
     def after_block(self) -> None:
         """Raise `EvaluationError` if a block has changed what the next one may read."""
-        if self._marks is None:
+        before, is_first = self._marks, self._is_first
+        if before is None:
             return
-        now = _marks(self._roots)
-        for place, (reference, mark) in self._marks.items():
+        now = self._marks = _marks(self._roots)
+        self._is_first = False
+        if is_first and self._are_several:  # what is made once is there now
+            return
+        self._marks = None
+        for place, (reference, mark) in before.items():
             _, other = now.get(place, (None, None))
-            kinds = SEQUENCES if self._are_several and not self._has_first else (object,)
-            if _has_changed(mark, other, kinds):
+            if _has_changed(mark, other):
                 raise _changed(readable(reference).removeprefix("fn: "))
-        self._marks = now if self._are_several and not self._has_first else None
-        self._has_first = True
 
 
-def _has_changed(mark: Any, other: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value of these kinds has another mark of the same form."""
+def _has_changed(mark: Any, other: Any) -> bool:
+    """Return whether the content differs of a value that has the same kind and form."""
     if other is None or mark[:2] != other[:2]:
-        return False  # such as a table that was made, or made larger
+        return False  # such as a table that was made larger
     kind, _, content = mark
-    if issubclass(kind, SEQUENCES):
-        return bool(other[2] > content)  # a length
-    return issubclass(kind, kinds) and content != other[2]
+    return bool(other[2] > content) if issubclass(kind, SEQUENCES) else content != other[2]
 
 
 def _marks(roots: Mapping[str, Any]) -> dict[Place, tuple[Reference, Any]]:
     """Return what user code holds, by place."""
     marks = {}
-    for reference, value in _parts(roots):
-        if (mark := _mark(value)) is not None:
+    for reference, value, of_module in _parts(roots):
+        if (mark := _mark(value, of_module=of_module)) is not None:
             marks[id(reference.owner), reference.key] = reference, mark
     return marks
 
 
-def _parts(roots: Mapping[str, Any]) -> Iterator[tuple[Reference, Any]]:
+def _parts(roots: Mapping[str, Any]) -> Iterator[tuple[Reference, Any, bool]]:
+    """Yield what user code holds, and whether it is an attribute of a module."""
     of_metrics: set[int] = set()  # what metrics hold, which are merged if they are returned
     for found in walk(**roots):
         if is_metric(found.value) or id(found.value) in of_metrics:
             of_metrics.update(id(content) for _, content in found.parts)
         elif found.is_of_user:
-            yield from found.parts
+            is_module = isinstance(found.value, Module)
+            yield from ((reference, value, is_module) for reference, value in found.parts)
         code = getattr(found.value, "__code__", None)
         if isinstance(code, CodeType) and is_users(code.co_filename):
             for name in _assigned_globals(code):
                 names = found.value.__globals__
-                yield Reference(name, dict.__getitem__, names, name), names.get(name)
+                yield Reference(name, dict.__getitem__, names, name), names.get(name), False
 
 
 def _assigned_globals(code: CodeType) -> list[str]:
     return [each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"]
 
 
-def _mark(value: Any) -> tuple[Any, ...] | None:
-    """Return (kind, form, content) of a value that may be added to, None of others."""
+def _mark(value: Any, *, of_module: bool) -> tuple[Any, ...] | None:
+    """Return (kind, form, content) of a value that may be added to, None of others.
+
+    A module may set its attributes in each forward pass, such as to its last activations, so that
+    only changes in place count there.
+    """
+    own = id(value) if of_module else None
     if isinstance(value, SEQUENCES):
         return type(value), None, len(value)
     if isinstance(value, NUMBERS) and not isinstance(value, bool):
-        return type(value), None, repr(value)
+        return None if of_module else (type(value), None, repr(value))
     if isinstance(value, np.ndarray) and value.dtype.kind in "iufcb" and value.nbytes <= MOST_BYTES:
-        return np.ndarray, (value.shape, value.dtype), value.tobytes()
-    is_state = is_plain(value) and not isinstance(value, Parameter) and value.grad_fn is None
-    if is_state and value.numel() * value.element_size() <= MOST_BYTES:
-        return Tensor, (value.shape, value.dtype), hashes_of([value])
+        return np.ndarray, (value.shape, value.dtype, own), value.tobytes()
+    if is_plain(value) and not isinstance(value, Parameter) and value.grad_fn is None:
+        # no bits, for which a GPU would have to be awaited
+        return Tensor, (value.shape, value.dtype, own), (id(value), versions_of([value]))
     return None
 
 
