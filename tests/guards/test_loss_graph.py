@@ -154,13 +154,18 @@ def test_two_players_with_one_optimizer_or_two_are_accepted():
                 both.zero_grad()
 
 
-def test_a_part_of_a_model_may_be_trained_by_an_optimizer_of_all():
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_part_of_a_model_may_be_trained_by_an_optimizer_of_all(inline):
     with ss.init(lanes=2) as run:
         model = run.replicate(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for batch in run.batches(images(24), 8, steps=3):
             loss_fn = loss_with(F.cross_entropy)
-            run.backward(loss_fn, model, batch, update=model[2])
+            if inline:
+                for lane_batch in batch.lanes(model[2]):
+                    batch.backward(loss_fn(model, lane_batch))
+            else:
+                run.backward(loss_fn, model, batch, update=model[2])
             optimizer.step()
             optimizer.zero_grad()
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 from weakref import ref
 
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from samestep.errors import OptimizerError
@@ -35,6 +34,7 @@ class UnnamedParameters(StepPlugin):
     """
 
     def __init__(self, engine: LaneEngine) -> None:
+        self._modules = engine.models.modules
         self._looks: dict[Any, int] = {}  # by loss function and modules
         self._named: set[int] = set()  # the ids of parameters that some call names
         # others by id, with their first steps; a lane's inputs may be among them
@@ -60,10 +60,11 @@ class UnnamedParameters(StepPlugin):
         if not self._looks_now:
             return
         self._looks_now = False  # each lane uses the same ones
-        model = lane_pass.loss.model
-        # with update=, a script says which part of the model it trains
-        known = {*map(id, model.parameters())} if isinstance(model, Module) else set()
-        known |= self._named
+        known, named = set(self._named), {*map(id, lane_pass.parameters)}
+        for module in self._modules:
+            parameters = {*map(id, module.parameters())}
+            if not named.isdisjoint(parameters):  # a script may train a part of it
+                known |= parameters
         for leaf in leaves_of([loss]):
             if id(leaf) not in known:
                 self._unnamed.setdefault(id(leaf), (ref(leaf), self._step))
