@@ -32,6 +32,12 @@ TRAINS_ON: Final = (
     "the run had ended at step {} and trains on; if it should have stopped early, call run.finish()"
     " before the break"
 )
+STALE_BATCH: Final = (
+    "this batch is not that of the current step, whose loop has gone on: as when batches are taken"
+    " ahead by a prefetcher, a thread or list(), each of them has to be used before the loop gives"
+    " the next one. Iterate run.batches(...) itself, whose loader_workers= load batches ahead, and"
+    " copies to GPUs begin one lane ahead"
+)
 # None if unknown
 PLANNED: Final = ("steps", "epochs", "steps_per_epoch", "samples", "batch_size", "ends_with_epoch")
 
@@ -307,10 +313,13 @@ class Progress:
         if self._stop.signal:  # its status still tells of the signal
             self._stop.exit(self._stop.signal)
 
-    def next_call(self) -> tuple[int, int]:
-        """Return the step and the number of this backward call within it."""
-        if self._current is None:
-            return self.step, 0
+    def next_call(self, batch: Batch) -> tuple[int, int]:
+        """Return the step and the number of this backward call within it.
+
+        Raises `DataError` if the batch is not that of the current step.
+        """
+        if self._current is None or self._current.batch is not batch:
+            raise DataError(STALE_BATCH)
         self._current.updates += 1
         # such as generator and discriminator: other random numbers
         return self.step, self._current.updates - 1

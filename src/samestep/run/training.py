@@ -137,7 +137,7 @@ class Training:
 
     def _steps(self, loss: LossSpec, batch: Batch, update: torch.nn.Module) -> LaneSteps[Means]:
         progress = self._progress
-        call, first_call = progress.next_call(), self._first_call
+        call, first_call = progress.next_call(batch), self._first_call
         self._first_call = nullcontext()
         try:
             # The engine calls `note` when it sends the losses: it has the signals until then.
