@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, NoReturn
+from weakref import ref
 
 import torch
 
@@ -106,6 +107,7 @@ class Progress:
         self.status.set_step(self.step)
         self.reads: set[str] = set()  # the attributes that user code has read outside of steps
         self._current: CurrentStep | None = None
+        self._last_batch: Callable[[], Batch | None] = lambda: None  # a weak reference
         self._scores: dict[int, float] = {}  # of the last snapshot that had one, by step
         # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
@@ -203,6 +205,7 @@ class Progress:
         loop = self._current.loop
         done = self.loops.positions[loop].done
         self._plugins.end_step(EndedStep(self.step + 1, loop, done, self._current.batch))
+        self._last_batch = ref(self._current.batch)
         self._current = None
         self.step += 1
         self._plugins.compare_if_due(self.step)
@@ -316,10 +319,14 @@ class Progress:
     def next_call(self, batch: Batch) -> tuple[int, int]:
         """Return the step and the number of this backward call within it.
 
-        Raises `DataError` if the batch is not that of the current step.
+        Raises `DataError` if the batch is not that of the current step, nor, between steps, that of
+        the last one.
         """
-        if self._current is None or self._current.batch is not batch:
+        last = self._last_batch() if self._current is None else self._current.batch
+        if last is not batch:
             raise DataError(STALE_BATCH)
+        if self._current is None:
+            return self.step, 0
         self._current.updates += 1
         # such as generator and discriminator: other random numbers
         return self.step, self._current.updates - 1
