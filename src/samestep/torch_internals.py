@@ -32,7 +32,7 @@ from torch.utils import checkpoint
 TensorsOf = Callable[..., Iterable[Tensor] | None]
 BeforeUpdate = Callable[[str, Callable[[], Iterable[Tensor] | None]], object]
 Pass = Callable[[], tuple[Tensor, ...]]
-AroundBackward = Callable[[Pass, "Sequence[Tensor]"], tuple[Tensor, ...]]
+AroundBackward = Callable[[Pass, Sequence[Tensor]], tuple[Tensor, ...]]
 Subclass = TypeVar("Subclass", bound=Tensor)
 
 # by module, what its collectives call before they communicate

@@ -13,7 +13,7 @@ from tests.house.test_mirror import PACKAGE
 SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
-    "data": 3_960,
+    "data": 3_970,
     "step": 6_250,
     "comm": 4_730,
     "cluster": 690,

@@ -99,8 +99,12 @@ def numpy_position() -> int:
     """Return a number that tells the position of NumPy's global generator from others."""
     bits = mtrand.get_bit_generator()
     if isinstance(bits, np.random.MT19937):
-        return crc32(ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES))
+        return crc32(_state_of(bits))
     return crc32(repr(bits.state).encode())
+
+
+def _state_of(bits: np.random.MT19937) -> bytes:
+    return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
 
 
 def _take_cached_normal(bits: np.random.BitGenerator) -> float | None:
@@ -112,12 +116,11 @@ def _take_cached_normal(bits: np.random.BitGenerator) -> float | None:
     if not isinstance(bits, np.random.MT19937):
         state = np.random.get_state(legacy=False)
         return state["gauss"] if state["has_gauss"] else None
-    address = bits.ctypes.state_address
-    before = ctypes.string_at(address, _STATE_BYTES)
+    before = _state_of(bits)
     drawn = np.random.standard_normal()
-    if ctypes.string_at(address, _STATE_BYTES) == before:
+    if _state_of(bits) == before:
         return drawn
-    ctypes.memmove(address, before, _STATE_BYTES)
+    ctypes.memmove(bits.ctypes.state_address, before, _STATE_BYTES)
     return None
 
 

@@ -36,32 +36,30 @@ class BlockState(StepPlugin):
     def __init__(self) -> None:
         self._looks: dict[Any, int] = {}  # by function
 
-    def blocks(self, fn: Any, model: Any, own: int) -> Callable[[], object] | None:
-        """Note what a function and its model reach, before the `own` blocks of this worker."""
+    def blocks(self, fn: Any, model: Any, own_blocks: int) -> Callable[[], object] | None:
+        """Note what a function and its model reach, before the blocks of this worker."""
         code = code_of(fn)
         looks = self._looks.get(code, 0)
-        if looks == LOOKS or own == 0:
+        if looks == LOOKS or own_blocks == 0:
             return None
         self._looks[code] = looks + 1
-        return _Blocks({"fn": fn, "model": model}, are_several=own > 1).after_block
+        return _Blocks({"fn": fn, "model": model}, has_second=own_blocks > 1).after_block
 
 
 class _Blocks:
     """What a function reaches, before its first block and after the first two."""
 
-    def __init__(self, roots: Mapping[str, Any], *, are_several: bool) -> None:
-        self._roots, self._are_several = roots, are_several
+    def __init__(self, roots: Mapping[str, Any], *, has_second: bool) -> None:
+        self._roots, self._waits_for_second = roots, has_second
         self._marks: dict[Place, tuple[Reference, Any]] | None = _marks(roots)
-        self._is_first = True
 
     def after_block(self) -> None:
         """Raise `EvaluationError` if a block has changed what the next one may read."""
-        before, is_first = self._marks, self._is_first
-        if before is None:
+        if (before := self._marks) is None:
             return
-        now = self._marks = _marks(self._roots)
-        self._is_first = False
-        if is_first and self._are_several:  # what is made once is there now
+        now = _marks(self._roots)
+        if self._waits_for_second:  # what is made once is there now
+            self._marks, self._waits_for_second = now, False
             return
         self._marks = None
         for place, (reference, mark) in before.items():
@@ -90,16 +88,16 @@ def _marks(roots: Mapping[str, Any]) -> dict[Place, tuple[Reference, Any]]:
 def _parts(roots: Mapping[str, Any]) -> Iterator[tuple[Reference, Any, bool]]:
     """Yield what user code holds, and whether it is an attribute of a module."""
     of_metrics: set[int] = set()  # what metrics hold, which are merged if they are returned
-    for found in walk(**roots):
-        if is_metric(found.value) or id(found.value) in of_metrics:
-            of_metrics.update(id(content) for _, content in found.parts)
-        elif found.is_of_user:
-            is_module = isinstance(found.value, Module)
-            yield from ((reference, value, is_module) for reference, value in found.parts)
-        code = getattr(found.value, "__code__", None)
+    for _, holder, parts, is_of_user in walk(**roots):
+        if is_metric(holder) or id(holder) in of_metrics:
+            of_metrics.update(id(content) for _, content in parts)
+        elif is_of_user:
+            is_module = isinstance(holder, Module)
+            yield from ((reference, value, is_module) for reference, value in parts)
+        code = getattr(holder, "__code__", None)
         if isinstance(code, CodeType) and is_users(code.co_filename):
             for name in _assigned_globals(code):
-                names = found.value.__globals__
+                names = holder.__globals__
                 yield Reference(name, dict.__getitem__, names, name), names.get(name), False
 
 
@@ -113,16 +111,16 @@ def _mark(value: Any, *, of_module: bool) -> tuple[Any, ...] | None:
     A module may set its attributes in each forward pass, such as to its last activations, so that
     only changes in place count there.
     """
-    own = id(value) if of_module else None
+    identity = id(value) if of_module else None
     if isinstance(value, SEQUENCES):
         return type(value), None, len(value)
     if isinstance(value, NUMBERS) and not isinstance(value, bool):
         return None if of_module else (type(value), None, repr(value))
     if isinstance(value, np.ndarray) and value.dtype.kind in "iufcb" and value.nbytes <= MOST_BYTES:
-        return np.ndarray, (value.shape, value.dtype, own), value.tobytes()
+        return np.ndarray, (value.shape, value.dtype, identity), value.tobytes()
     if is_plain(value) and not isinstance(value, Parameter) and value.grad_fn is None:
         # no bits, for which a GPU would have to be awaited
-        return Tensor, (value.shape, value.dtype, own), (id(value), versions_of([value]))
+        return Tensor, (value.shape, value.dtype, identity), (id(value), versions_of([value]))
     return None
 
 

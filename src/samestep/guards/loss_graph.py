@@ -60,13 +60,13 @@ class UnnamedParameters(StepPlugin):
         if not self._looks_now:
             return
         self._looks_now = False  # each lane uses the same ones
-        known, named = set(self._named), {*map(id, lane_pass.parameters)}
+        covered, named = set(self._named), {*map(id, lane_pass.parameters)}
         for module in self._modules:
             parameters = {*map(id, module.parameters())}
             if not named.isdisjoint(parameters):  # a script may train a part of it
-                known |= parameters
+                covered |= parameters
         for leaf in leaves_of([loss]):
-            if id(leaf) not in known:
+            if id(leaf) not in covered:
                 self._unnamed.setdefault(id(leaf), (ref(leaf), self._step))
 
     def _check(self, optimizer: Optimizer) -> None:

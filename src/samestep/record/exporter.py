@@ -151,7 +151,7 @@ class ExporterProcess:
         if status.pop("has_never_worked", False):
             self._failure = (
                 f"{sink.option}={sink.value!r} failed at every call, so nothing was copied "
-                f" ({status['error']}); the run itself is complete in {self._directory}. "
+                f"({status['error']}); the run itself is complete in {self._directory}. "
                 f"Correct the function, which gets the path of a file as text, and run: {command}"
             )
         elif self._finishing.is_set() and nbytes:

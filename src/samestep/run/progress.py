@@ -112,7 +112,6 @@ class Progress:
         # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
-        self._finish_is_new = False  # and not saved yet
 
     @property
     def between_steps(self) -> bool:
@@ -288,8 +287,8 @@ class Progress:
 
     def finish(self) -> None:
         """End all loops, now or after the current step, and take a snapshot that says so."""
-        self.finished = self._finish_is_new = True
-        self.snapshot(self._score, now=False)
+        self.finished = True
+        self.snapshot(None, now=False)
 
     def best_snapshot(self, load: Callable[[], Snapshot]) -> Snapshot:
         """Save the current state, so that what is loaded is not saved as a later one, and load."""
@@ -389,12 +388,11 @@ class Progress:
 
     def _take_snapshot(self) -> None:
         with self.status.doing("taking a snapshot"):
-            again = self._requested or self._finish_is_new or self._score is not None
             # a snapshot that replaces one of the same step keeps its score
             score = self._scores.get(self.step) if self._score is None else self._score
             self._scores = {} if score is None else {self.step: score}
-            self._snapshots.save(self.step, *self._states(), score, again=again)
-        self._requested, self._score, self._finish_is_new = False, None, False
+            self._snapshots.save(self.step, *self._states(), score, again=self._requested)
+        self._requested, self._score = False, None
 
     def _close_epochs(self) -> None:
         """Note that what the script does after its epochs is done, which a snapshot must hold."""

@@ -129,8 +129,8 @@ class StepPlugin:
     def end(self, result: StepResult) -> None:
         """Look at the results of the step, after gradients are set."""
 
-    def blocks(self, fn: LossFn, model: Any, own: int) -> Callable[[], object] | None:
-        """Prepare for an evaluation, of which this worker computes `own` blocks.
+    def blocks(self, fn: LossFn, model: Any, own_blocks: int) -> Callable[[], object] | None:
+        """Prepare for an evaluation, of which this worker computes `own_blocks` blocks.
 
         Return what is called after each of them.
         """
@@ -188,9 +188,9 @@ class StepPlugins:
         for plugin in self._end:
             plugin.end(result)
 
-    def blocks(self, fn: LossFn, model: Any, own: int) -> list[Callable[[], object]]:
+    def blocks(self, fn: LossFn, model: Any, own_blocks: int) -> list[Callable[[], object]]:
         """Prepare all of them for an evaluation; return what they do after each block."""
-        after = [plugin.blocks(fn, model, own) for plugin in self._blocks]
+        after = [plugin.blocks(fn, model, own_blocks) for plugin in self._blocks]
         return [look for look in after if look is not None]
 
 
