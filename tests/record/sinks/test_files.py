@@ -235,13 +235,15 @@ def note(path):
         raise note.error
 
 
-note.error = None
+@pytest.fixture(autouse=True)
+def nothing_passed():
+    """Let no test see what another passed, in whatever order they run."""
+    passed.clear()
+    note.error = None
 
 
 @pytest.fixture
 def run_with_image(run):
-    passed.clear()
-    note.error = None
     (run / "images").mkdir()
     (run / "images" / "a.png").write_bytes(b"pixels")
     (run / "secret").write_bytes(b"secret")
@@ -294,7 +296,6 @@ def snapshot(run, step, *names):
 
 
 def test_the_function_receives_the_files_of_snapshots_and_their_manifest_last(run):
-    passed.clear()
     first = snapshot(run, 1, "tensors-0", MANIFEST, "zeros")
     removed = json.dumps({"event": "snapshot", "path": str(run / "step-00000002")}).encode() + b"\n"
     elsewhere = json.dumps({"event": "snapshot", "path": str(run.parent)}).encode() + b"\n"
@@ -310,7 +311,6 @@ def test_the_function_receives_the_files_of_snapshots_and_their_manifest_last(ru
 
 
 def test_after_an_exception_the_rest_of_a_snapshot_is_passed(run, monkeypatch):
-    passed.clear()
     lines = snapshot(run, 1, "tensors-0", MANIFEST)
     (run / "events.jsonl").write_bytes(lines)
     function = function_destination(run)
