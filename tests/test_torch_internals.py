@@ -231,30 +231,71 @@ def test_collectives_are_noticed(tmp_path):
     assert "barrier" not in seen
 
 
+def divisors(loss):
+    return [(kind, float(value), n) for kind, value, n in internals.divisors_of(loss)]
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_divisor_of_a_cross_entropy(smoothing):
     logits, weight = torch.ones(3, 2, requires_grad=True), torch.tensor([0.5, 3.0])
     labels = torch.tensor([0, 1, -100])
     loss = nn.functional.cross_entropy(logits, labels, weight=weight, label_smoothing=smoothing)
-    assert [d.item() for d in internals.divisors_of(loss * 2 + logits.mean())] == [3.5]
+    smoothed = [("q", 3.5, 0)] if smoothing else []
+    assert sorted(divisors(loss * 2 + logits.mean())) == [("c", 3.5, 0), ("m", 6, 0), *smoothed]
     maps = nn.functional.cross_entropy(logits[None, :, :, None], labels[None, :2, None] * 0)
-    assert [d.item() for d in internals.divisors_of(maps + loss)] == [2, 3.5]
+    assert sorted(divisors(maps + loss)) == [("c", 2, 0), ("c", 3.5, 0), *smoothed]
     total = nn.functional.cross_entropy(logits, labels, weight=weight, reduction="sum")
-    assert internals.divisors_of(total) == internals.divisors_of(logits.sum()) == []
-    assert internals.divisors_of(torch.stack([loss, maps]).mean()) == []
+    assert divisors(total) == [("s", 1, 0)]
+    assert divisors(total / 3) == [("q", 3, 0)]
+    assert divisors(0.5 * total) == [("s", 2, 0)]
 
 
-def test_the_divisor_of_a_cross_entropy_without_a_graph():
+def test_the_divisors_of_means_and_quotients():
+    x, divisor = torch.ones(3, 2, requires_grad=True), torch.tensor(4.0)
+    assert divisors(x.mean() - x.square().mean((0, 1))) == [("m", 6, 0)] * 2
+    assert divisors(nn.functional.mse_loss(torch.ones(3, 2), x)) == [("m", 6, 0)]
+    for quotient in (
+        x.sum() / divisor,
+        x.sum() * 0.25,
+        (1 / divisor) * x.sum(),
+        (x / divisor).sum(),
+    ):
+        assert divisors(-quotient) == [("q", 4, 0)]
+    assert divisors(x.sum()) == divisors(x.sum() / x.square().sum()) == []
+    assert divisors(x.mean() / x.mean().detach()) == [("m", 6, 1)]
+
+
+def test_the_means_that_a_loss_averages_itself():
+    x = torch.ones(3, 2, requires_grad=True)
+    parts = [x[0].mean(), x[1:].mean(), x.sum() / 5]
+    for loss in (torch.stack(parts).mean(), sum(parts) / 3, sum(parts) * (1 / 3)):
+        assert sorted(divisors(loss * 2)) == [("m", 2, 3), ("m", 4, 3), ("q", 5, 3)]
+    assert sorted(divisors(sum(parts) / 4)) == [("m", 2, 0), ("m", 4, 0), ("q", 5, 0)]
+    assert sorted(divisors(torch.stack(parts).sum())) == [("m", 2, 0), ("m", 4, 0), ("q", 5, 0)]
+
+
+def test_the_divisors_of_means_without_a_graph():
     scores, labels = torch.randn(4, 3), torch.tensor([0, 2, 2, 1])
     weight, noted = torch.tensor([1.0, 2.0, 0.25]), []
-    with torch.no_grad(), internals.noted_mean_cross_entropies(lambda *pair: noted.append(pair)):
-        first = nn.functional.cross_entropy(scores, labels, weight, label_smoothing=0.1)
-        second = nn.functional.nll_loss(scores, labels, weight, ignore_index=0)
-        nn.functional.cross_entropy(scores, labels, reduction="sum")
-        nn.functional.cross_entropy(scores, torch.ones(4, 3) / 3)
-    nn.functional.cross_entropy(scores, labels)
-    assert [loss for loss, _ in noted] == [first, second]
-    assert [divisor.item() for _, divisor in noted] == [3.5, 2.5]
+    functional = nn.functional
+    with torch.no_grad(), internals.noted_means(lambda *pair: noted.append(pair)):
+        losses = [
+            functional.cross_entropy(scores, labels, weight, label_smoothing=0.1),
+            functional.nll_loss(scores, labels, weight, ignore_index=0),
+            *(
+                getattr(functional, name)(scores.sigmoid(), scores.sigmoid())
+                for names in internals.MEANS.values()
+                for name in names
+                if names[name] != internals.CROSS_ENTROPY
+            ),
+        ]
+        functional.cross_entropy(scores, labels, reduction="sum")
+        functional.cross_entropy(scores, torch.ones(4, 3) / 3)
+        functional.mse_loss(scores, scores, reduction="sum")
+    functional.cross_entropy(scores, labels)
+    assert all(loss is noted_loss for loss, (noted_loss, _) in zip(losses, noted, strict=True))
+    found = [(part.kind, float(part.value)) for _, part in noted]
+    assert found == [("c", 3.5), ("c", 2.5), *[("m", 12)] * 7]
 
 
 @pytest.mark.parametrize("decision", [0.0, 1.0])

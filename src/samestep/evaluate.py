@@ -27,7 +27,7 @@ from samestep.step.guards import check_divisors
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import Count, LaneResult, LossFn, counted
 from samestep.step.lane_results import has_entries, is_empty, read_together, sum_of_entries
-from samestep.torch_internals import begin_compiled_graphs, noted_mean_cross_entropies
+from samestep.torch_internals import Divisor, begin_compiled_graphs, noted_means
 from samestep.torchmetrics import TorchMetrics
 
 # Metrics that were returned before. A metric that is returned twice holds samples of two blocks.
@@ -75,7 +75,7 @@ class Evaluation:
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
         self._own_blocks = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
-        self._means: list[tuple[Tensor, Tensor]] = []  # of the current block, with their divisors
+        self._means: list[tuple[Tensor, Divisor]] = []  # of the current block
         self._torchmetrics: dict[str, Any] = {}  # move between devices if they are used again
 
     def means(self, fn: LossFn, model: Any, count: Count | None) -> dict[str, Any]:
@@ -83,14 +83,14 @@ class Evaluation:
         # Per block: items, scalars and metrics. Scalars are tensors of one element or floats; they
         # stay on the device until every block has been started.
         blocks = []
-        divisors: list[Tensor] = []  # of the cross-entropies of all own blocks, float64 [] each
-        numbers: list[int] = []  # of the blocks, for each divisor
-        noted = noted_mean_cross_entropies(lambda *pair: self._means.append(pair))
+        divisors: list[Tensor] = []  # of the means of all own blocks, float64 [] each
+        kinds: list[str] = []  # by block
+        noted = noted_means(lambda *pair: self._means.append(pair))
         with noted if count is None else nullcontext():
             for block, returned in self._outputs(fn, model):
                 own_divisors = self._divisors_of(returned)
-                divisors += own_divisors
-                numbers += [block.number] * len(own_divisors)
+                divisors += [torch.as_tensor(part.value) for part in own_divisors]
+                kinds.append("".join(part.kind for part in own_divisors))
                 where = f"block {block.number}"
                 items = counted(count, block.batch, where) if count else block.samples()
                 blocks.append((items, *self._results(returned)))
@@ -98,9 +98,7 @@ class Evaluation:
         # float64 values of the tensors, in the order of `values`: [value] or [sum, entries]
         tensors = [value for value in values if isinstance(value, Tensor)]
         read = iter(read_together([*divisors, *tensors]))
-        by_block: dict[int, list[float]] = {}
-        for number in numbers:
-            by_block.setdefault(number, []).extend(next(read))
+        divided = [(named, [next(read)[0] for _ in named]) for named in kinds]
         own_results = [
             (
                 items,
@@ -109,17 +107,17 @@ class Evaluation:
                     for name, value in scalars.items()
                 },
                 sorted(metrics),  # JSON holds only their names; `merged_values` sends the metrics
-                by_block.get(number, []),
+                *divided_by,
             )
-            for number, (items, scalars, metrics) in zip(self._own_blocks, blocks, strict=True)
+            for (items, scalars, metrics), divided_by in zip(blocks, divided, strict=True)
         ]
         gathered = self._check.compare(own_results, "gathering results of an evaluation")
         all_results = list(chain.from_iterable(gathered))  # by block: ranks hold consecutive blocks
         check_divisors(
             [
-                (number, result[0], result[3])
-                for number, result in enumerate(all_results)
-                if result[3] and result[0]
+                (number, items, kinds, divisors)
+                for number, (items, _, _, kinds, divisors) in enumerate(all_results)
+                if items
             ],
             *("block", "run.evaluate", EvaluationError),
         )
@@ -127,7 +125,7 @@ class Evaluation:
         if not results:
             raise EvaluationError("count must return at least 1 item over the data set, got 0")
         expected = all_results[0][2]
-        for number, (_, _, names, _) in enumerate(all_results):
+        for number, (_, _, names, *_) in enumerate(all_results):
             if names != expected:
                 raise EvaluationError(
                     f"fn must return the same metrics for every block, got {expected} for block 0 "
@@ -139,8 +137,8 @@ class Evaluation:
         )
         return unique(Means(results), merged)
 
-    def _divisors_of(self, returned: Any) -> list[Tensor]:
-        """Return what the mean cross-entropies that `fn` returned for a block are divided by.
+    def _divisors_of(self, returned: Any) -> list[Divisor]:
+        """Return what the mean losses that `fn` returned for a block are divided by.
 
         Others, such as those of single samples, may be averaged in any way.
         """

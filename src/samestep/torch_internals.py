@@ -14,8 +14,9 @@ from datetime import timedelta
 from functools import partial, wraps
 from importlib import import_module
 from inspect import currentframe
+from math import inf, prod
 from threading import get_ident
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +41,23 @@ COLLECTIVES: Final = {
     "torch.distributed.distributed_c10d": ("_rank_not_in_group",),
     "torch.distributed._functional_collectives": ("_resolve_group", "_resolve_group_name"),
 }
-CROSS_ENTROPIES: Final = ("cross_entropy_loss", "nll_loss_nd")
+CROSS_ENTROPY: Final = 3  # the place of `reduction` among their arguments
+# the place of `reduction` among the arguments of loss functions, whose first ones are broadcast
+MEANS: Final[dict[Any, dict[str, int]]] = {
+    torch._C._nn: {  # noqa: SLF001
+        "cross_entropy_loss": CROSS_ENTROPY,
+        "nll_loss_nd": CROSS_ENTROPY,
+        "binary_cross_entropy": -1,
+        "mse_loss": 2,
+        "l1_loss": 2,
+        "smooth_l1_loss": 2,
+        "huber_loss": 2,
+        "soft_margin_loss": 2,
+    },
+    torch: {"binary_cross_entropy_with_logits": -1},
+}
 GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
-NODES: Final = 8  # of a loss's graph that are searched for a cross-entropy
+NODES: Final = 10_000  # scalars of a loss's graph that are searched for means
 
 # Attributes of every module, such as its hooks, without its buffers, which user code may add to.
 MODULE_ATTRIBUTES: Final = frozenset(vars(Module())) - {"_buffers"}
@@ -262,55 +277,137 @@ def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
     return leaves
 
 
-def divisors_of(loss: Tensor) -> list[Tensor]:
-    """Return what the mean cross-entropies in a loss were divided by.
+class Divisor(NamedTuple):
+    """What a part of a loss is divided by."""
 
-    That is the sum of the class weights of the labels that are not ignored, a scalar. Autograd
-    keeps it for backward; other code does not see it. The loss may be scaled, and added to others.
-    Those that the loss averages itself, such as one per sample, are left out.
+    kind: str  # c: a mean cross-entropy; m: another mean; q: a quotient of sums; s: a sum of losses
+    value: Tensor | float
+    means: int = 0  # if the loss averages several such parts itself, their number
+
+
+def divisors_of(loss: Tensor) -> list[Divisor]:
+    """Return what means and sums in a loss are divided by; it may scale, add and stack them.
+
+    A mean cross-entropy is divided by the sum of the class weights of the labels that are not
+    ignored. Autograd keeps that, shapes and divisors for backward; other code does not see them. A
+    sum that nothing divides is only found if it is a loss function's.
     """
-    nodes: list[Any] = [loss.grad_fn]
-    found = []
-    for node in nodes:  # grows
-        kind = type(node).__name__
-        if kind in {"NllLossBackward0", "NllLoss2DBackward0"}:
-            if node._saved_reduction == 1:  # noqa: SLF001  the mean
-                found.append(node._saved_total_weight)  # noqa: SLF001
-        elif len(nodes) < NODES and not kind.startswith(("Stack", "Cat", "Mean")):
-            nodes += [before for before, _ in node.next_functions if before is not None]
+    return _divisors_in([loss.grad_fn], set())
+
+
+def _divisors_in(nodes: list[Any], seen: set[Any]) -> list[Divisor]:
+    found: list[Divisor] = []
+    for node in nodes:  # grows, by what comes before a scalar
+        if node in seen or _shape_of(node) != () or len(seen) > NODES:
+            continue
+        seen.add(node)
+        before = [before for before, _ in node.next_functions]
+        kind, reduction = _kind_of(node), getattr(node, "_saved_reduction", None)
+        if reduction == 1 and kind.startswith("NllLoss"):
+            found.append(Divisor("c", node._saved_total_weight))  # noqa: SLF001
+        elif reduction == 2:  # a sum
+            found.append(Divisor("s", 1.0))
+        elif kind in {"Sum", "Mean"} and _kind_of(before[0]) == "Stack":
+            stacked = [part for part, _ in before[0].next_functions]
+            parts = _divisors_in(stacked, seen)
+            found += parts if kind == "Sum" else _averaged(parts, len(stacked))
+        elif reduction == 1 or kind == "Mean":
+            found.append(Divisor("m", prod(next(filter(None, map(_shape_of, before)), ()))))
+        elif kind == "Sum" and _kind_of(before[0]) == "Div":
+            found += _divided([], _factor_of(before[0]))
+        elif kind == "Div":
+            found += _divided(_divisors_in(before, seen), _factor_of(node))
+        elif kind == "Mul":
+            found += _multiplied(_divisors_in(before, seen), _factor_of(node))
+        else:
+            nodes += before
     return found
 
 
+def _kind_of(node: Any) -> str:
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _shape_of(node: Any) -> tuple[int, ...] | None:
+    """Return the shape of the only result of an operation, None if there are several, or none."""
+    results: Any = getattr(node, "_input_metadata", ())
+    return tuple(results[0].shape) if len(results) == 1 else None
+
+
+def _factor_of(node: Any) -> Tensor | float | None:
+    """Return the scalar by which a tensor is multiplied or divided, if it has no gradient."""
+    before = [before for before, _ in node.next_functions]
+    if len(before) == 1 or before[1] is None:
+        factor = node._saved_other  # noqa: SLF001
+    elif before[0] is None and _kind_of(node) == "Mul":
+        factor = node._saved_self  # noqa: SLF001
+    else:
+        return None
+    if not isinstance(factor, Tensor) or factor.ndim:
+        return None if isinstance(factor, Tensor) else factor
+    return float(factor) if factor.device.type == "cpu" else factor
+
+
+def _divided(found: list[Divisor], divisor: Tensor | float | None) -> list[Divisor]:
+    if divisor is None:
+        return found
+    if all(part.kind == "s" for part in found):
+        return [Divisor("q", divisor)]
+    return found if isinstance(divisor, Tensor) else _averaged(found, divisor)
+
+
+def _multiplied(found: list[Divisor], factor: Tensor | float | None) -> list[Divisor]:
+    if factor is None or not (isinstance(factor, Tensor) or factor):
+        return found
+    if not found:
+        return [Divisor("q", 1 / factor)]
+    if all(part.kind == "s" for part in found):
+        return [Divisor("s", 1 / factor)]
+    return found if isinstance(factor, Tensor) else _averaged(found, 1 / factor)
+
+
+def _averaged(found: list[Divisor], divisor: float) -> list[Divisor]:
+    """Note that a loss averages some parts, if it divides as many of them."""
+    if not 1 <= divisor < inf or round(divisor) != divisor or len(found) % round(divisor):
+        return found
+    return [Divisor(kind, value, max(n, 1) * round(divisor)) for kind, value, n in found]
+
+
 @contextmanager
-def noted_mean_cross_entropies(note: Callable[[Tensor, Tensor], object]) -> Iterator[None]:
-    """In this block, call `note(loss, divisor)`, scalars, for each mean cross-entropy of labels.
+def noted_means(note: Callable[[Tensor, Divisor], object]) -> Iterator[None]:
+    """In this block, call `note(loss, divisor)` for each loss function of torch that is a mean.
 
-    Without a graph, nothing keeps the sum of the class weights. The functions of torch.nn look up
-    these two, which have positional arguments, in `torch._C._nn`.
+    Without a graph, nothing keeps what it is divided by. The functions of torch.nn look up these,
+    which have positional arguments.
     """
-    namespace: Any = torch._C._nn  # noqa: SLF001
 
-    def noting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def noting(original: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
         def fn(*args: Any) -> Tensor:
             loss = original(*args)
-            _, target, weight, reduction, ignored = args[:5]
-            if reduction == 1 and type(loss) is Tensor and not target.is_floating_point():
-                note(loss, _divisor(target, weight, ignored))
+            if args[place] == 1 and type(loss) is Tensor:
+                if place != CROSS_ENTROPY:
+                    note(loss, Divisor("m", args[0].numel()))
+                elif not args[1].is_floating_point():
+                    note(loss, Divisor("c", _sum_of_weights(args[1], args[2], args[4])))
             return loss
 
         return fn
 
-    originals = {name: getattr(namespace, name) for name in CROSS_ENTROPIES}
-    for name, original in originals.items():
-        setattr(namespace, name, noting(original))
+    originals = [
+        (namespace, name, getattr(namespace, name), place)
+        for namespace, names in MEANS.items()
+        for name, place in names.items()
+    ]
+    for namespace, name, original, place in originals:
+        setattr(namespace, name, noting(original, place))
     try:
         yield
     finally:
-        for name, original in originals.items():
+        for namespace, name, original, _ in originals:
             setattr(namespace, name, original)
 
 
-def _divisor(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+def _sum_of_weights(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     """Return the sum of the weights of labels [...] that are not ignored, float64 []."""
     is_kept = target != ignored
     if weight is None:

@@ -88,7 +88,7 @@ class UnnamedParameters(StepPlugin):
 
 
 class DivisorCheck(StepPlugin):
-    """Compares what the cross-entropies of all lanes were divided by with the lanes' samples."""
+    """Compares what means in the losses of all lanes are divided by with the lanes' samples."""
 
     def __init__(self) -> None:
         self._pass: LanePass | None = None
@@ -98,7 +98,7 @@ class DivisorCheck(StepPlugin):
         self._pass = lane_pass
 
     def report(self) -> Callable[[], list[Any]]:
-        """Return what returns (lane, items, divisors) of this worker's lanes."""
+        """Return what returns (lane, samples, kinds, divisors) of this worker's lanes."""
         lane_pass, self._pass = self._pass, None
         return lambda: [] if lane_pass is None else lane_pass.divisors()
 

@@ -82,6 +82,40 @@ BEHIND_LANES: Final = (
 )
 
 
+# what the elements of a mean may be proportional to: samples, nothing, all pairs, pairs of others
+SIZES: Final[Sequence[Callable[[float], float]]] = (
+    lambda samples: samples,
+    lambda samples: samples**0,
+    lambda samples: samples**2,
+    lambda samples: samples**2 - samples or 1,
+)
+# by kind of a divisor: what is a mean, over what, and what counts that
+DIVIDED: Final = {
+    "c": (
+        (
+            "the cross-entropy of {first} is a mean over {0:.6g} for {1} samples, and that of {other}"
+            " over {2:.6g} for {3}, the sums of their class weights, or their labels that are not"
+            " ignored"
+        ),
+        "weight[batch[1]].sum(), or (batch[1] != ignore_index).sum()",
+    ),
+    "m": (
+        (
+            "a part of the loss of {first} is a mean over {0:.6g} elements for {1} samples, and that of"
+            " {other} over {2:.6g} for {3}, as with a mask or with padding"
+        ),
+        "int(batch[2].sum()) of a mask batch[2]",
+    ),
+    "q": (
+        (
+            "a part of the loss of {first} is a sum divided by {0:.6g} for {1} samples, and that of"
+            " {other} by {2:.6g} for {3}, as by the sum of a mask or of weights"
+        ),
+        "float(batch[2].sum()) of a mask batch[2]",
+    ),
+}
+
+
 class ManualGradients:
     """Gradients of a run's parameters from a `backward()` of user code, outside of `run.backward`.
 
@@ -637,30 +671,48 @@ def check_same_call(calls: Sequence[int]) -> None:
 
 
 def check_divisors(
-    entries: Sequence[tuple[int, float, Sequence[float]]],
+    entries: Iterable[tuple[int, float, str, Sequence[float]]],
     part: str = "lane",
     call: str = "run.backward",
     error: type[SamestepError] = LossError,
 ) -> None:
     """Raise an error if means of lanes, or of blocks, weighted by samples, are not over samples.
 
-    `entries` are (lane, samples, the divisor of each cross-entropy of the loss). A sequence of
+    `entries` are (lane, samples, kinds, divisors) as in `torch_internals.Divisor`. A sequence of
     fixed length has as many labels in each sample, so the mean over all labels is the same. That
-    over class weights, or labels that are not ignored, is another one.
+    over class weights, or labels that are not ignored, is another one. A mean may also be the same
+    for any samples, as of parameters, or over pairs of samples.
     """
-    for lane, samples, divisors in entries:
-        first, first_samples, first_divisors = entries[0]
-        for divisor, first_divisor in zip(divisors, first_divisors, strict=False):
-            if math.isclose(divisor * first_samples, first_divisor * samples, rel_tol=1e-5):
+    firsts: dict[str, tuple[int, float, Sequence[float]]] = {}  # by the kinds of a loss's parts
+    for lane, samples, kinds, divisors in entries:
+        first, first_samples, first_divisors = firsts.setdefault(kinds, (lane, samples, divisors))
+        for kind, divisor, first_divisor in zip(kinds, divisors, first_divisors, strict=True):
+            if kind == "s" and not math.isclose(divisor, samples, rel_tol=1e-5):
+                raise error(
+                    f"the loss of {part} {lane} is a sum over its {samples} samples, with a loss"
+                    f" function's reduction='sum', but the mean of all {part}s is taken. Divide it"
+                    f" by the {part}'s samples, as in / len(images), or pass reduction='sum' and"
+                    f" count= to {call}, which divide the sum of all {part}s"
+                )
+            is_known = (
+                kind == "s"
+                or not math.isfinite(divisor * first_divisor)
+                or any(
+                    math.isclose(
+                        divisor * size(first_samples), first_divisor * size(samples), rel_tol=1e-5
+                    )
+                    for size in (SIZES[:1] if kind == "c" else SIZES)
+                )
+            )
+            if is_known:
                 continue
+            text, count = DIVIDED[kind]
+            places = {"first": f"{part} {first}", "other": f"{part} {lane}"}
             raise error(
-                f"the cross-entropy of {part} {first} is a mean over {first_divisor:.6g} for"
-                f" {first_samples} samples, and that of {part} {lane} over {divisor:.6g} for"
-                f" {samples}, the sums of their class weights, or their labels that are not"
-                f" ignored; weighted by samples, {part}s do not give the mean of all."
-                f" Pass count= to {call}, such as count=lambda batch:"
-                " weight[batch[1]].sum(), or (batch[1] != ignore_index).sum(); for a mean over"
-                f" samples of each {part}'s mean, pass their number"
+                text.format(first_divisor, first_samples, divisor, samples, **places)
+                + f"; weighted by samples, {part}s do not give the mean of all. Pass count= to"
+                f" {call}, such as count=lambda batch: {count}; for a mean over samples of each"
+                f" {part}'s mean, pass their number"
             )
 
 

@@ -466,8 +466,8 @@ class LanePass:
             "buffers": buffers.written() if self._has_buffers else [],
         }
 
-    def divisors(self) -> list[tuple[int, float, list[float]]]:
-        """Return (lane, items, divisors) of the means of cross-entropies, of lanes with some."""
+    def divisors(self) -> list[tuple[int, float, str, list[float]]]:
+        """Return (lane, samples, kinds, divisors) of what the losses of lanes are divided by."""
         self.scalars.wait()
         return self.scalars.divisors()
 

@@ -110,14 +110,19 @@ class LaneScalars:
         self._copies = HostCopies()
         self.copy = self._copies.of  # begins to copy tensors to the host
         self._results: list[tuple[int, float, Mapping[str, Tensor]]] = []  # lane, items, by name
-        # what the means of a lane's cross-entropies were divided by
-        self._divisors: list[tuple[int, float, list[Tensor]]] = []
+        # what means and sums of a lane's loss were divided by, by names with their kinds
+        self._divisors: list[tuple[int, float, dict[str, Tensor]]] = []
 
     def named(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a lane's scalars on its device, with what each cross-entropy was divided by."""
+        """Return a lane's scalars on its device, with what each mean of the loss is divided by."""
         divisors = divisors_of(loss) if self._has_divisors else []
-        numbered = {f"{DIVISOR}{number}": value for number, value in enumerate(divisors)}
-        return {"loss": loss.detach(), **metrics, **numbered}
+        named = {
+            f"{DIVISOR}{n} {part.kind} {part.means}": part.value
+            if isinstance(part.value, Tensor)
+            else torch.full((), part.value, dtype=torch.float64, device=loss.device)
+            for n, part in enumerate(divisors)
+        }
+        return {"loss": loss.detach(), **metrics, **named}
 
     def note(self, lane: int, count: float, scalars: Mapping[str, Tensor]) -> None:
         """Note a lane's loss, metrics and divisors, [] or [2] each, and begin to copy them.
@@ -125,7 +130,7 @@ class LaneScalars:
         A lane does so before its backward pass, so that reading waits only for its forward pass.
         """
         copies = dict(zip(scalars, self.copy([*scalars.values()]), strict=True))
-        divisors = [copies.pop(name) for name in scalars if name.startswith(DIVISOR)]
+        divisors = {name: copies.pop(name) for name in scalars if name.startswith(DIVISOR)}
         self._results.append((lane, count, copies))
         if divisors:
             self._divisors.append((lane, count, divisors))
@@ -152,9 +157,21 @@ class LaneScalars:
         ]
         return sorted(results, key=itemgetter(0))
 
-    def divisors(self) -> list[tuple[int, float, list[float]]]:
-        """Return (lane, items, divisors) of lanes with cross-entropies."""
-        return [(lane, count, [*map(float, values)]) for lane, count, values in self._divisors]
+    def divisors(self) -> list[tuple[int, float, str, list[float]]]:
+        """Return (lane, samples, kinds, divisors) of lanes whose losses have some, as JSON.
+
+        A loss that averages as many means as a lane has samples has one of each sample, which may
+        be divided by anything.
+        """
+        lanes = []
+        for lane, count, divisors in self._divisors:
+            kept = []
+            for name, value in divisors.items():
+                kind, means = name.split()[-2:]
+                if means == "0" or int(means) % count:
+                    kept.append((kind, float(value)))
+            lanes.append((lane, count, "".join(k for k, _ in kept), [value for _, value in kept]))
+        return lanes
 
 
 class HostCopies:
