@@ -301,11 +301,12 @@ def _divisors_in(nodes: list[Any], seen: set[Any]) -> list[Divisor]:
         if node in seen or _shape_of(node) != () or len(seen) > NODES:
             continue
         seen.add(node)
-        before = [before for before, _ in node.next_functions]
         kind, reduction = _kind_of(node), getattr(node, "_saved_reduction", None)
         if reduction == 1 and kind.startswith("NllLoss"):
             found.append(Divisor("c", node._saved_total_weight))  # noqa: SLF001
-        elif reduction == 2:  # a sum
+            continue
+        before = [before for before, _ in node.next_functions]
+        if reduction == 2:  # a sum
             found.append(Divisor("s", 1.0))
         elif kind in {"Sum", "Mean"} and _kind_of(before[0]) == "Stack":
             stacked = [part for part, _ in before[0].next_functions]

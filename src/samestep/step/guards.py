@@ -92,26 +92,19 @@ SIZES: Final[Sequence[Callable[[float], float]]] = (
 # by kind of a divisor: what is a mean, over what, and what counts that
 DIVIDED: Final = {
     "c": (
-        (
-            "the cross-entropy of {first} is a mean over {0:.6g} for {1} samples, and that of {other}"
-            " over {2:.6g} for {3}, the sums of their class weights, or their labels that are not"
-            " ignored"
-        ),
-        "weight[batch[1]].sum(), or (batch[1] != ignore_index).sum()",
+        "the cross-entropy of {first} is a mean over {0:.6g} for {1} samples, and that of {other}"
+        " over {2:.6g} for {3}, the sums of their class weights, or their labels that are not"
+        " ignored{advice} weight[batch[1]].sum(), or (batch[1] != ignore_index).sum()"
     ),
     "m": (
-        (
-            "a part of the loss of {first} is a mean over {0:.6g} elements for {1} samples, and that of"
-            " {other} over {2:.6g} for {3}, as with a mask or with padding"
-        ),
-        "int(batch[2].sum()) of a mask batch[2]",
+        "a part of the loss of {first} is a mean over {0:.6g} elements for {1} samples, and that"
+        " of {other} over {2:.6g} for {3}, as with a mask or with padding{advice}"
+        " int(batch[2].sum()) of a mask batch[2]"
     ),
     "q": (
-        (
-            "a part of the loss of {first} is a sum divided by {0:.6g} for {1} samples, and that of"
-            " {other} by {2:.6g} for {3}, as by the sum of a mask or of weights"
-        ),
-        "float(batch[2].sum()) of a mask batch[2]",
+        "a part of the loss of {first} is a sum divided by {0:.6g} for {1} samples, and that of"
+        " {other} by {2:.6g} for {3}, as by the sum of a mask or of weights{advice}"
+        " float(batch[2].sum()) of a mask batch[2]"
     ),
 }
 
@@ -694,25 +687,25 @@ def check_divisors(
                     f" by the {part}'s samples, as in / len(images), or pass reduction='sum' and"
                     f" count= to {call}, which divide the sum of all {part}s"
                 )
-            is_known = (
-                kind == "s"
-                or not math.isfinite(divisor * first_divisor)
-                or any(
-                    math.isclose(
-                        divisor * size(first_samples), first_divisor * size(samples), rel_tol=1e-5
-                    )
-                    for size in (SIZES[:1] if kind == "c" else SIZES)
+            if kind == "s" or divisor * first_samples == first_divisor * samples:
+                continue
+            is_known = not math.isfinite(divisor * first_divisor) or any(
+                math.isclose(
+                    divisor * size(first_samples), first_divisor * size(samples), rel_tol=1e-5
                 )
+                for size in (SIZES[:1] if kind == "c" else SIZES)
             )
             if is_known:
                 continue
-            text, count = DIVIDED[kind]
-            places = {"first": f"{part} {first}", "other": f"{part} {lane}"}
+            message = DIVIDED[kind].format(
+                *(first_divisor, first_samples, divisor, samples),
+                first=f"{part} {first}",
+                other=f"{part} {lane}",
+                advice=f"; weighted by samples, {part}s do not give the mean of all. Pass count= to"
+                f" {call}, such as count=lambda batch:",
+            )
             raise error(
-                text.format(first_divisor, first_samples, divisor, samples, **places)
-                + f"; weighted by samples, {part}s do not give the mean of all. Pass count= to"
-                f" {call}, such as count=lambda batch: {count}; for a mean over samples of each"
-                f" {part}'s mean, pass their number"
+                f"{message}; for a mean over samples of each {part}'s mean, pass their number"
             )
 
 

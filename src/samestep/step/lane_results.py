@@ -165,12 +165,13 @@ class LaneScalars:
         """
         lanes = []
         for lane, count, divisors in self._divisors:
-            kept = []
+            kinds, kept = "", []
             for name, value in divisors.items():
-                kind, means = name.split()[-2:]
+                _, _, kind, means = name.rsplit(" ", 3)
                 if means == "0" or int(means) % count:
-                    kept.append((kind, float(value)))
-            lanes.append((lane, count, "".join(k for k, _ in kept), [value for _, value in kept]))
+                    kinds += kind
+                    kept.append(float(value))
+            lanes.append((lane, count, kinds, kept))
         return lanes
 
 
