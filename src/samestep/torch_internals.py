@@ -94,6 +94,16 @@ def parameters_in(module: Module) -> dict[str, Parameter | None]:
     return module._parameters  # noqa: SLF001
 
 
+def adapts_to_states(module: Module) -> bool:
+    """Return whether a module has code of its own to load states, such as of other shapes.
+
+    torch's own layers override this method as well, but not for other shapes or names.
+    """
+    load = type(module)._load_from_state_dict  # noqa: SLF001
+    is_own = not load.__module__.startswith("torch.nn.modules.")
+    return is_own or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+
+
 def buffers_in(module: Module) -> dict[str, Tensor | None]:
     """Return a module's dict of its own buffers."""
     return module._buffers  # noqa: SLF001
@@ -269,7 +279,7 @@ def divisors_of(loss: Tensor) -> list[Tensor]:
     keeps it for backward; other code does not see it. The loss may be scaled, and added to others.
     Those that the loss averages itself, such as one per sample, are left out.
     """
-    nodes: list[Any] = [loss.grad_fn]
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     found = []
     for node in nodes:  # grows
         kind = type(node).__name__
