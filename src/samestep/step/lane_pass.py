@@ -43,6 +43,7 @@ from samestep.torch_internals import (
     before_reentrant_checkpoints,
     begin_compiled_graphs,
     has_compiled_graphs,
+    noted_mean_cross_entropies,
 )
 
 LossFn = Callable[[Any, Any], Any]
@@ -390,7 +391,9 @@ class LanePass:
                 return None
             lane_gradients = yield from self._run_lane(span[0], replica)
             self.context.plugins.after_lane(self, span[0], lane_gradients)
-            yield None
+            yield None  # the body of a loop goes on
+            if self.loss.fn is None:
+                self.context.manual.refuse_gradients(replica.of(self.parameters), span[0])
             return lane_gradients
 
         parts = [replica.lanes]
@@ -515,7 +518,8 @@ class LanePass:
         self, lane: int, replica: Replica, batch: Any, count: float
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         """Return the scalars of a lane on its device, and its gradients. It leaves its buffers."""
-        with self.context.user_code():
+        means: list[tuple[Tensor, Tensor]] = []  # without a graph, which has them
+        with self.context.user_code(), noted_means(means):
             if self.loss.fn is None:
                 embed = self.loss.embed  # of the only lane
                 shown = batch if embed is None else embed(self.loss.model, batch)
@@ -524,11 +528,15 @@ class LanePass:
                 returned = self.loss.fn(self.loss.model, batch)
             loss, metrics = split_loss(returned, lane)
         self.context.plugins.loss(self, lane, loss)
-        scalars = self.scalars.named(loss, metrics)
+        divisors = [divisor for mean, divisor in means if mean is loss]
+        scalars = self.scalars.named(loss, metrics, divisors)
         self.scalars.note(lane, count, scalars)
         # a single lane leaves in buffers what it wrote
         if self._has_buffers and self.context.lanes > 1:
             self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
+        if not loss.requires_grad:  # under torch.no_grad()
+            self.context.manual.has_no_graph = True
+            return scalars, [None] * len(self.parameters)
         factor = self._factor(count)
         weight = None if factor is None else torch.full_like(loss, factor)
         self.weights[lane] = weight
@@ -567,6 +575,13 @@ class LanePass:
 
     def _seed(self, lane: int) -> None:
         set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
+
+
+def noted_means(means: list[tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
+    """Return a context that adds mean cross-entropies, with their divisors, under `no_grad`."""
+    if torch.is_grad_enabled():
+        return NO_CONTEXT
+    return noted_mean_cross_entropies(lambda *mean: means.append(mean))
 
 
 def counted(count: Count, batch: Any, where: str) -> float:
