@@ -69,6 +69,7 @@ REFUSED: Final = {
     "histc": "torch.histc without out=",
     "bincount": "torch.bincount without out=",
 }
+FIRST_CALLS, EVERY_CALL = 4, 16  # in which gradients are looked for that a lane set
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
@@ -98,7 +99,8 @@ class ManualGradients:
         self._differentiated = WeakValueDictionary[int, Tensor]()
         self._in_lane = self._in_backward = self._are_own = False
         self._was_left = False
-        self.has_no_graph = False  # the last lane
+        self._has_no_graph = False  # the last lane
+        self._calls, self._looks_for_set = 0, True  # for gradients that lanes set
         self._lane_called_backward = False  # the loss function did
         self._has_nested = False
         self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
@@ -176,6 +178,10 @@ class ManualGradients:
         """Whether lanes are computed now."""
         return self._in_lane
 
+    def note_without_graph(self) -> None:
+        """Note that the loss of this lane has no gradient, so that no optimizer may step."""
+        self._has_no_graph = True
+
     def has_nested(self) -> bool:
         """Return whether a function of this lane's graph has begun a backward pass of its own."""
         return self._has_nested
@@ -212,7 +218,9 @@ class ManualGradients:
                 " a loop over batch.lanes, after the one that computes this lane"
             )
         self._in_lane, self._are_own, self._lane_called_backward = True, are_own, False
-        self.has_no_graph = False
+        self._has_no_graph = False
+        self._calls += 1
+        self._looks_for_set = self._calls <= FIRST_CALLS or self._calls % EVERY_CALL == 0
         try:
             yield
         except GeneratorExit:
@@ -244,7 +252,13 @@ class ManualGradients:
             self._in_backward = False
 
     def refuse_gradients(self, parameters: Parameters, lane: int) -> None:
-        """Raise `LossError` if user code in a lane has made gradients of `parameters`."""
+        """Raise `LossError` if user code in a lane has made gradients of `parameters`.
+
+        Gradients that it set without backward() are looked for in some calls, because that takes
+        longer than most guards.
+        """
+        if not (self._lane_called_backward or self._looks_for_set):
+            return
         if have_none(parameters):  # `any` of a GPU tensor waits
             if self._lane_called_backward:
                 self._lane_called_backward = False
@@ -268,7 +282,7 @@ class ManualGradients:
     def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
         """Raise `OptimizerError` if the optimizer must not make a step now."""
         self.check_complete()
-        if not (self._manual or self._in_lane or self._differentiated or self.has_no_graph):
+        if not (self._manual or self._in_lane or self._differentiated or self._has_no_graph):
             return
         kind = type(optimizer).__name__
         parameters = parameters_of(optimizer)
@@ -281,7 +295,7 @@ class ManualGradients:
                     " model: copy.deepcopy(model)"
                 )
             return
-        if self.has_no_graph and have_none(parameters):
+        if self._has_no_graph and have_none(parameters):
             raise OptimizerError(
                 f"{kind}.step() has no gradient, because the lanes before it ran under"
                 " torch.no_grad(), for their means alone; compute them outside of it, or give the"

@@ -535,7 +535,7 @@ class LanePass:
         if self._has_buffers and self.context.lanes > 1:
             self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
         if not loss.requires_grad:  # under torch.no_grad()
-            self.context.manual.has_no_graph = True
+            self.context.manual.note_without_graph()
             return scalars, [None] * len(self.parameters)
         factor = self._factor(count)
         weight = None if factor is None else torch.full_like(loss, factor)
