@@ -40,7 +40,9 @@ TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
 SHOWN = 3  # names in a line
 GROWTH: dict[type, str] = {  # what to do about objects that had another size at that step
     torch.nn.Module: ". If the model grew during the run, such as a head for new classes, make a"
-    " new module for each size, and track it under a name of its own when it begins to train",
+    " new module for each size, and track it under a name of its own when it begins to train; or"
+    " build it by a size that an earlier run.track restores. If it was pruned, call"
+    " torch.nn.utils.prune.identity(layer, 'weight') before run.replicate",
     torch.optim.Optimizer: ". If a parameter group was added during the run, give the optimizer all"
     " groups before run.track, and keep parameters that train later frozen with"
     " requires_grad_(False): snapshots save it",
