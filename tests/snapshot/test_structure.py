@@ -16,7 +16,7 @@ from tests.jobs import fingerprint
 from tests.workers import run_workers
 
 STEPS, CHANGE = 6, 3  # in a run, and that with a change
-WARNED = "could load the snapshot of step"
+WARNED = "may fail to load the snapshot of step"
 
 
 class Growing(nn.Module):

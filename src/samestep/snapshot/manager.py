@@ -460,7 +460,7 @@ class SnapshotManager:
         if issue := self.tracked.unloadable(tracked, run["run"]["positions"]):
             self._warned_of_structure = True
             logging.getLogger("samestep").warning(
-                "no new start of this script could load the snapshot of step %d: %s", step, issue
+                "a new start may fail to load the snapshot of step %d: %s", step, issue
             )
 
     @contextmanager

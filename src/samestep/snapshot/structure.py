@@ -21,7 +21,7 @@ OF_MODULES: Final = (
     " torch.nn.utils.prune.identity(layer, 'weight'), or as buffers. If it grows, track its size"
     " first, as in sizes = {'points': 16} and run.track(sizes=sizes), which restores it; build the"
     " model with that size, then run.replicate and run.track it; and set sizes['points'] when it"
-    " changes"
+    " changes. Building it by run.step works as well"
 )
 OF_OPTIMIZERS: Final = (
     "Give the optimizer all groups before run.track, and freeze parameters that train later with"
