@@ -109,6 +109,16 @@ def parameters_in(module: Module) -> dict[str, Parameter | None]:
     return module._parameters  # noqa: SLF001
 
 
+def adapts_to_states(module: Module) -> bool:
+    """Return whether a module has code of its own to load states, such as of other shapes.
+
+    torch's own layers override this method as well, but not for other shapes or names.
+    """
+    load = type(module)._load_from_state_dict  # noqa: SLF001
+    is_own = not load.__module__.startswith("torch.nn.modules.")
+    return is_own or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+
+
 def buffers_in(module: Module) -> dict[str, Tensor | None]:
     """Return a module's dict of its own buffers."""
     return module._buffers  # noqa: SLF001

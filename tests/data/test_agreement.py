@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import random
 import re
+import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -22,9 +24,11 @@ from samestep.data.agreement import (
     SAMPLES,
     SHARE,
     DataCheck,
+    Loads,
     Use,
     digest,
 )
+from samestep.data.loader import Fetcher, compared
 from tests.workers import run_workers, try_workers
 
 SIZE = 60
@@ -49,12 +53,13 @@ def loss_fn(model, batch):
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
-def train(dataset, *, epochs=1, loader_workers=0, hook=lambda epoch: None):
+def train(dataset, *, epochs=1, loader_workers=0, hook=lambda epoch: None, collate_fn=None):
     """Train on `dataset(rank)` as a worker; return the number of completed steps."""
     with ss.init(lanes=4) as run:
         model = run.replicate(nn.Linear(3, 10))
         data = dataset(run.rank)
-        for batch in run.batches(data, 30, epochs=epochs, loader_workers=loader_workers):
+        options = {"loader_workers": loader_workers, "collate_fn": collate_fn}
+        for batch in run.batches(data, 30, epochs=epochs, **options):
             hook(run.epoch)
             run.backward(loss_fn, model, batch)
         return run.step
@@ -191,9 +196,195 @@ def test_only_loader_processes_open_files():
     assert run_workers(body, 2) == [False, False]
 
 
-def test_one_worker_loads_nothing_more():
-    check = DataCheck(0, 0, 1, lambda value, _: [value])
-    assert not check.begin(Files(range(SIZE)), SIZE, "a loop").is_due(0)
+def test_one_worker_compares_only_its_first_loads():
+    check, data = DataCheck(0, 0, 1, lambda value, _: [value]), Files(range(SIZE))
+    first, second = (check.begin(data, SIZE, "a loop") for _ in range(2))
+    assert first.is_due(0)
+    assert not first.is_due(1, at_start=False)
+    assert not second.is_due(0)
+    check.add(first, 0, Loads([digest(data[0])]))
+    assert check.pending == {}
+
+
+class Cached(Files):
+    """Samples that are kept, and changed in place or in a copy."""
+
+    def __init__(self, names, *, copies=False):
+        super().__init__(names)
+        self.cache, self.copies = {}, copies
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index)
+        inputs, label = self.cache[index]
+        inputs = inputs.clone() if self.copies else inputs
+        return inputs.sub_(1.0), label
+
+
+class Mosaic(Files):
+    """Samples that are mixed with others: of those loaded before, or of all."""
+
+    def __init__(self, names, *, of_all=False):
+        super().__init__(names)
+        self.loaded, self.of_all = [], of_all
+
+    def __getitem__(self, index):
+        self.loaded = [*self.loaded, index][-16:]
+        others = random.choices(range(len(self)) if self.of_all else self.loaded, k=3)
+        inputs = [super(Mosaic, self).__getitem__(other)[0] for other in others]
+        return torch.stack(inputs).mean(0), index % 10
+
+
+class Numbered(Files):
+    """Samples with a count of loads, as in a curriculum that starts over in each process."""
+
+    loads = 0
+
+    def __getitem__(self, index):
+        self.loads += 1
+        inputs, label = super().__getitem__(index)
+        return inputs * min(1.0, self.loads / 100), label
+
+
+class Read(Files):
+    """Samples that the next entry of an iterator follows, whatever their index."""
+
+    def __init__(self, names):
+        super().__init__(names)
+        self.rows = iter(torch.randn(999, 3))
+
+    def __getitem__(self, index):
+        return next(self.rows), index % 10
+
+
+def centered(samples):
+    """Collate samples, and change them in place."""
+    rows, labels = zip(*samples, strict=True)
+    return torch.stack([row.sub_(1.0) for row in rows]), torch.tensor(labels)
+
+
+class Loss:
+    """A collate function that mixes samples with the batch before."""
+
+    def __init__(self):
+        self.before = torch.zeros(3)
+
+    def __call__(self, samples):
+        rows = torch.stack([row for row, _ in samples])
+        rows, self.before = rows + self.before, rows.mean(0)
+        return rows, torch.tensor([label for _, label in samples])
+
+
+CHANGED_BY_LOADING = {
+    "a cache": (lambda: Cached(range(SIZE)), None, r"sample \d+\[0\] of Cached"),
+    "a subset": (
+        lambda: torch.utils.data.Subset(Cached(range(2 * SIZE)), range(SIZE)),
+        None,
+        r"sample \d+\[0\] of Cached",
+    ),
+    "a mosaic": (lambda: Mosaic(range(SIZE)), None, r"sample \d+\[0\] of Mosaic"),
+    "a count": (lambda: Numbered(range(SIZE)), None, r"sample \d+\[0\] of Numbered"),
+    "an iterator": (lambda: Read(range(SIZE)), None, r"sample \d+\[0\] of Read"),
+    "a list": (
+        lambda: [(torch.ones(3), 1) for _ in range(SIZE)],
+        centered,
+        r"sample \d+\[0\] of list",
+    ),
+    "tensors": (
+        lambda: torch.utils.data.TensorDataset(torch.ones(SIZE, 3), torch.ones(SIZE).long()),
+        centered,
+        r"sample \d+\[0\] of TensorDataset",
+    ),
+    "the batch before": (
+        lambda: Files(range(SIZE)),
+        Loss(),
+        r"collate_fn's batch\[0\] of samples \[\d+, \d+, \d+\] of Files",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "words"), CHANGED_BY_LOADING.values(), ids=CHANGED_BY_LOADING
+)
+def test_data_that_change_by_being_loaded_are_refused(dataset, collate_fn, words):
+    with pytest.raises(ss.DataError, match=words + ", the data set of loop 'train', has another"):
+        train(lambda _: dataset(), collate_fn=collate_fn)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_data_that_change_by_being_loaded_are_refused_in_each_process(loader_workers):
+    data = Cached(range(SIZE))
+    outcomes = try_workers(lambda: train(lambda _: data, loader_workers=loader_workers), 2)
+    assert all("of Cached, the data set" in message for message in messages(outcomes))
+    with ss.init() as run, pytest.raises(ss.DataError, match="the data set of an evaluation, has"):
+        run.evaluate(
+            lambda _, batch: batch[0].mean(), None, data, 16, loader_workers=loader_workers
+        )
+
+
+class Augmented(Files):
+    """Samples with random numbers of all kinds, which are seeded, and what compares badly."""
+
+    def __init__(self, names):
+        super().__init__(names)
+        self.noise, self.table = np.random.default_rng(), None
+
+    def __getitem__(self, index):
+        if self.table is None:  # made by the first load
+            self.table, self.draws = [object()] * 4, random.Random()
+        inputs, label = super().__getitem__(index)
+        inputs = inputs + torch.randn(3) + self.noise.normal() + np.random.rand() + random.random()
+        return inputs * self.draws.random(), label, np.array([math.nan, 1.0]), math.nan
+
+
+class Slow(Files):
+    """Samples of which each takes longer than comparing may."""
+
+    loads = 0
+
+    def __getitem__(self, index):
+        self.loads += 1
+        time.sleep(1.05)
+        return super().__getitem__(index)
+
+
+def rows_of(samples):
+    """Collate the parts that are tensors, in another order and with a draw."""
+    inputs = torch.stack([sample[0] for sample in samples]) + torch.rand(())
+    return inputs.flip(0), torch.tensor([sample[1] for sample in samples])
+
+
+RIGHT = {
+    "a cache": lambda: Cached(range(SIZE), copies=True),
+    "a mosaic": lambda: Mosaic(range(SIZE), of_all=True),
+    "random numbers": lambda: Augmented(range(SIZE)),
+}
+
+
+@pytest.mark.parametrize("dataset", RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_data_that_are_the_same_when_they_are_loaded_again_are_accepted(dataset, loader_workers):
+    loops = train(lambda _: dataset(), loader_workers=loader_workers, collate_fn=rows_of)
+    assert loops == 2
+
+
+def test_a_slow_sample_is_loaded_once_more():
+    data = Slow(range(SIZE))
+    fetcher = Fetcher(data, None)
+    use = Use("loop", SIZE, 0, every=0)
+    loads = fetcher[compared(use, 0)]
+    assert data.loads == 2
+    assert loads.changed == ""
+    assert loads.samples[1:] == [None, None]
+
+
+def test_a_time_in_samples_is_a_warning(caplog):
+    class Timed(Files):
+        def __getitem__(self, index):
+            return *super().__getitem__(index), time.perf_counter()
+
+    assert train(lambda _: Timed(range(SIZE)), collate_fn=rows_of) == 2
+    assert "[2] of Timed, the data set of loop 'train', has another value" in caplog.text
 
 
 def test_each_data_set_is_compared_at_its_first_use_and_rarely_later():

@@ -210,17 +210,23 @@ def test_a_wrong_loss_blames_no_sample(workers, embed):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_other_samples_are_no_fault_of_the_hardware(workers):
     class Noisy(torch.utils.data.Dataset):
+        begun = False  # to compute: the first loads are compared with each other
+
         def __len__(self):
             return 6
 
         def __getitem__(self, index):
-            return torch.tensor([time.monotonic()])
+            return torch.tensor([time.monotonic() if Noisy.begun else 1.0])
+
+    def loss_fn(model, batch):
+        Noisy.begun = True
+        return model(batch).mean()
 
     def body():
         with ss.init(lanes=3, recheck_every=1) as run:
             model = run.replicate(nn.Linear(1, 1))
             for batch in run.batches(Noisy(), 6, steps=1):
-                run.backward(lambda model, batch: model(batch).mean(), model, batch)
+                run.backward(loss_fn, model, batch)
 
     for end in try_workers(body, workers):
         assert type(end.error) is ss.DataError

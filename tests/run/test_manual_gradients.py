@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 
 import pytest
@@ -125,6 +126,84 @@ def test_loss_function_that_calls_backward_is_refused(sharded, workers):
     assert words in str(ends[0].error)
 
 
+def gradients_of(model, lane):
+    """Return the gradients of a lane, as for samples that are clipped, or of an adapted copy."""
+    return torch.autograd.grad(classify(model, lane)[0], list(model.parameters()))
+
+
+def set_before(run, model, optimizer, batch):
+    for lane in batch.lanes(model):
+        for parameter, gradient in zip(model.parameters(), gradients_of(model, lane), strict=True):
+            parameter.grad = gradient
+        batch.backward(classify(model, lane)[0])
+
+
+def set_after(run, model, optimizer, batch):
+    for lane in batch.lanes(model):
+        batch.backward(classify(model, lane)[0])
+        for parameter, gradient in zip(model.parameters(), gradients_of(model, lane), strict=True):
+            parameter.grad = gradient
+
+
+def set_of_a_part(run, model, optimizer, batch):
+    for number, lane in enumerate(batch.lanes(model)):
+        batch.backward(classify(model, lane)[0])
+        if number == 0:
+            model[1].bias.grad = torch.ones(10)
+
+
+def set_by_a_loss_function(run, model, optimizer, batch):
+    def loss_fn(model, lane):
+        model[1].bias.grad = gradients_of(model, lane)[1]
+        return classify(model, lane)
+
+    run.backward(loss_fn, model, batch)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("body", [set_before, set_after, set_of_a_part, set_by_a_loss_function])
+def test_a_gradient_that_a_lane_sets_is_refused(body, workers):
+    ends = try_workers(job(body), workers)
+    assert type(ends[0].error) is ss.errors.LossError
+    assert "itself and left a gradient of '1." in str(ends[0].error)
+    assert "is that of the loss sum((p * gradient.detach()).sum()" in str(ends[0].error)
+
+
+def surrogate(run, model, optimizer, batch):
+    for lane in batch.lanes(model):
+        pairs = zip(model.parameters(), gradients_of(model, lane), strict=True)
+        batch.backward(sum((p * gradient).sum() for p, gradient in pairs))
+
+
+def copied(run, model, optimizer, batch):
+    """Train a copy in each lane, as Reptile does."""
+    for lane in batch.lanes(model):
+        learner = copy.deepcopy(model)
+        inner = torch.optim.SGD(learner.parameters(), lr=0.1)
+        inner.zero_grad()
+        classify(learner, lane)[0].backward()
+        inner.step()
+        pairs = zip(model.parameters(), learner.parameters(), strict=True)
+        batch.backward(sum((p * (p - q).detach()).sum() for p, q in pairs))
+
+
+def means_alone(run, model, optimizer, batch):
+    """Estimate a gradient from two losses, of which no lane has a graph."""
+    losses = []
+    for step in (0.01, -0.01):
+        with torch.no_grad():
+            model[1].bias += step
+            for lane in batch.lanes(model):
+                batch.backward(classify(model, lane)[0], samples=len(lane[0]))
+        losses.append(batch.means["loss"])
+        assert model[1].bias.grad is None
+        assert batch.means["samples"] == 2
+    with torch.no_grad():
+        means = run.backward(classify, model, batch)
+    assert means["loss"] == losses[-1]
+    model[1].bias.grad = torch.full((10,), (losses[0] - losses[1]) / 0.02)
+
+
 def in_place(run, model, optimizer, batch):
     run.backward(classify, model, batch)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -199,6 +278,9 @@ def scaled(run, model, optimizer, batch):
         adversarial_in_lanes,
         pytest.param(adversarial_in_the_body, marks=pytest.mark.long),
         several_calls,
+        surrogate,
+        copied,
+        means_alone,
         pytest.param(probe, marks=pytest.mark.long),
         unfrozen,
         pytest.param(scaled, marks=pytest.mark.long),
@@ -206,6 +288,24 @@ def scaled(run, model, optimizer, batch):
 )
 def test_other_uses_of_gradients_work(body):
     same(body)
+
+
+def test_a_step_without_a_gradient_is_refused():
+    def body(run, model, optimizer, batch):
+        with torch.no_grad():
+            run.backward(classify, model, batch)
+
+    fails(1, job(body), ss.errors.OptimizerError, "SGD.step() has no gradient, because the lanes")
+
+
+def test_a_mean_over_other_items_is_refused_without_a_gradient_too():
+    def body(run, model, optimizer, batch):
+        with torch.no_grad():
+            for pictures, labels in batch.lanes(model):
+                weight = torch.arange(1.0, 11.0)
+                batch.backward(nn.functional.cross_entropy(model(pictures), labels, weight))
+
+    fails(2, job(body), ss.errors.LossError, "weighted by samples, lanes do not give the mean")
 
 
 def clipped_by_torch(run, model, optimizer, batch):

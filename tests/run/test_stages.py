@@ -102,6 +102,56 @@ def test_line_says_what_starts_anew(tmp_path, capfd):
     assert "second is not in the snapshot of step 2, so it starts anew" in capfd.readouterr().err
 
 
+def by_index(run, optimizer, loop):
+    for number, batch in enumerate(loop):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        yield batch
+
+
+def by_another_iterator(run, optimizer, loop):
+    for it, (batch, _) in enumerate(zip(loop, range(9), strict=False), start=len(loop)):
+        position = it * 0.5
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + position)
+        yield batch
+
+
+def by_step(run, optimizer, loop):
+    for number, batch in enumerate(loop, start=loop.step):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        yield batch
+
+
+def for_output(run, optimizer, loop):
+    for number, batch in enumerate(loop):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + loop.step)
+        if number % 2 == 0:
+            run.print(f"batch {number}")
+        yield batch
+
+
+@pytest.mark.parametrize("steps", [2, 4])  # in the middle of an epoch, and at its end
+@pytest.mark.parametrize(
+    ("schedule", "index"),
+    [(by_index, "number"), (by_another_iterator, "it"), (by_step, ""), (for_output, "")],
+)
+def test_an_index_that_counts_anew_is_warned_of(schedule, index, steps, tmp_path, caplog):
+    def job(run):
+        model = run.replicate(Net())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.track(model=model, optimizer=optimizer)
+        for _ in range(run.epoch, 2):
+            for batch in schedule(run, optimizer, run.batches(EXAMPLES, 4)):
+                run.backward(loss_fn, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    stopped_at(steps, job, tmp_path)
+    with start(tmp_path) as run:
+        job(run)
+    words = f"step 2 of epoch 0, but the index {index} of enumerate"
+    assert (words in caplog.text) == (index != "" and steps == 2)
+
+
 def test_line_says_that_requires_grad_was_restored(tmp_path, capfd):
     stopped_at(7, unfreeze_after_one_epoch, tmp_path)
     with start(tmp_path) as run:

@@ -23,13 +23,16 @@ class Counter(nn.Linear):
 
 
 class Counting(TensorDataset):
-    """A data set that returns its samples in the order of calls."""
+    """A data set that returns its samples in the order of calls, but not in the first six.
+
+    A run itself refuses samples that differ in two of its first loads.
+    """
 
     calls = 0
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         self.calls += 1
-        return super().__getitem__(self.calls % len(self))
+        return super().__getitem__(self.calls % len(self) if self.calls > 6 else index)
 
 
 def build(way: str) -> nn.Module:

@@ -2,22 +2,24 @@
 
 Each worker loads the same few samples and sends digests of their parts with the next exchange, so a
 comparison needs no separate exchange. Of floating-point values, only types and shapes are compared,
-because another kind of CPU rounds them differently.
+because another kind of CPU rounds them differently. Before all that, each worker compares two of
+its own loads of them, because a sample must not depend on what this process has loaded before.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from operator import itemgetter
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -52,6 +54,34 @@ PLAN_CAUSES: Final = (
     " that processors of other kinds round differently. Compute them from sorted values and the"
     " epoch, or send those of rank 0 to all workers: weights = run.broadcast(weights)"
 )
+LOADED_AGAIN: Final = (
+    "{what}, the data set of {where}, has another value when it is loaded again with the same"
+    " random numbers, so that training would depend on what each process has loaded. Usual causes:"
+    " a transform or collate_fn that changes a sample in place that the data set keeps (copy it"
+    " first, as in x = self.cache[index].copy() or .clone()); samples made of those loaded before"
+    " (draw indices from the whole data set, as in random.choices(range(len(self)), k=3)); a count"
+    " of loads; a file or iterator that goes on; a clock; or a generator that samestep does not"
+    " seed (run.on_lane_seed)"
+)
+
+
+class Loads(NamedTuple):
+    """Digests of samples to compare; what a second load of them `changed`, "" if nothing.
+
+    That may be a time if it `is_number`.
+    """
+
+    samples: list[Sample]
+    changed: str = ""
+    is_number: bool = False
+
+
+class Change(NamedTuple):
+    """A part of a sample that two loads differ in; a single float of Python if it `is_number`."""
+
+    number: int
+    part: str
+    is_number: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +89,7 @@ class Use:
     """One use of a data set of `size` samples: which of them are compared, and when.
 
     They are compared at the start of the first use, and of each epoch or evaluation whose number is
-    a multiple of `every` (0: never). `earlier` is the number of earlier uses.
+    a multiple of `every` (0: only at the first). `earlier` is the number of earlier uses.
     """
 
     where: str
@@ -71,7 +101,7 @@ class Use:
     def is_due(self, number: int, *, at_start: bool = True) -> bool:
         """Return whether to compare now, at the start of the use or of a later epoch."""
         is_first = at_start and self.earlier == 0
-        return self.every > 0 and (is_first or number % self.every == 0)
+        return is_first or (self.every > 0 and number % self.every == 0)
 
     def indices(self, number: int) -> list[int]:
         """Return the indices of the compared samples."""
@@ -81,11 +111,12 @@ class Use:
 class DataCheck:
     """Compares the data sets of all workers; `gather` exchanges JSON between them.
 
-    All workers load and compare at the same points of the program. One worker compares nothing.
+    All workers load and compare at the same points of the program. One worker compares only its
+    first loads of a data set with each other.
     """
 
-    def __init__(self, seed: int, _rank: int, workers: int, gather: Gather) -> None:
-        self._seed, self._workers, self._gather = seed, workers, gather
+    def __init__(self, seed: int, rank: int, workers: int, gather: Gather) -> None:
+        self._seed, self._rank, self._workers, self._gather = seed, rank, workers, gather
         self._uses: dict[int, tuple[Any, int]] = {}  # by id: a weak reference, and their number
         self._datasets = 0
         # JSON to send to all workers and to pass to `compare_notes`
@@ -93,8 +124,6 @@ class DataCheck:
 
     def begin(self, dataset: Any, size: int, where: str) -> Use:
         """Start and return a use of a data set; `where` describes it in errors."""
-        if self._workers == 1:
-            return Use(where, size, self._seed, every=0)
         reference, earlier = self._uses.get(id(dataset), (None, 0))
         if reference is not None and reference() is not dataset:  # its address was used again
             earlier = 0
@@ -104,15 +133,24 @@ class DataCheck:
         self._datasets += earlier == 0
         if earlier == 0 and self._datasets > NEW_DATASETS:
             earlier = self._datasets
-        return Use(where, size, self._seed, -(-SHARE * SAMPLES * self._workers // size), earlier)
+        every = -(-SHARE * SAMPLES * self._workers // size) if self._workers > 1 else 0
+        return Use(where, size, self._seed, every, earlier)
 
-    def add(self, use: Use, number: int, samples: list[Sample]) -> None:
-        """Send samples with the next exchange."""
+    def add(self, use: Use, number: int, loads: Loads) -> None:
+        """Send samples with the next exchange. Raises `DataError` if loading changed them."""
+        if loads.changed:
+            text = LOADED_AGAIN.format(what=loads.changed, where=use.where)
+            if not loads.is_number:  # which may be the time that a load took
+                raise DataError(text)
+            if self._rank == 0:
+                logging.getLogger("samestep").warning("%s", text)
+        if self._workers == 1:
+            return
         self.pending[f"{use.where}, {number}"] = {
             "where": use.where,
             "size": use.size,
             "indices": use.indices(number),
-            "samples": samples,
+            "samples": loads.samples,
         }
 
     def add_plan(self, use: Use, epoch: int, plan: Mapping[str, Any]) -> None:
@@ -274,3 +312,13 @@ def differs(workers: Sequence[Sequence[Sample]]) -> tuple[int, str] | None:
             if len(set(values)) > 1:
                 return number, part
     return None
+
+
+def changes(first: Sequence[Sample], again: Sequence[Sample]) -> Iterator[Change]:
+    """Yield what differs between two loads of samples, outer parts first."""
+    for number, (digests, others) in enumerate(zip(first, again, strict=False)):
+        for part, value in (digests or {}).items():
+            other = (others or {}).get(part, value)
+            if other != value:
+                kinds = {text.partition(" ")[0] for text in (value, other)}
+                yield Change(number, part, kinds == {"float"})

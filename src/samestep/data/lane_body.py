@@ -34,6 +34,8 @@ MOST_BYTES: Final = 2**20  # of an array that is compared
 SCALARS: Final = (bool, int, float, complex, str, bytes, NoneType)
 CONTAINERS: Final = (list, dict, set, deque, np.ndarray)
 RESULTS: Final = (Number, Tensor, np.ndarray)  # that lanes may add up
+# functions whose arguments go to an output
+OUTPUTS: Final = {("print",), *((f".{n}",) for n in ("print", "log", "info", "set_postfix"))}
 MISSING: Final = object()
 NOTHING: Final[Mapping[Path, bool]] = {}
 # by path, with what changes if one is changed in place
@@ -144,6 +146,43 @@ def _watched(flow: Flow, frame: FrameType) -> dict[Path, bool]:
         if any(is_within(path, owner) for owner in changed)
         or isinstance(_value_of(frame, path), (*SCALARS, *CONTAINERS))
     }
+
+
+def counter_of(frame: FrameType | None) -> str:
+    """Return the index of `enumerate` with which the body of the frame's loop computes, or "".
+
+    The loop is in the first frame of user code. The test of an `if`, and what is printed or logged,
+    only go to an output.
+    """
+    while frame is not None and not is_users(frame.f_code.co_filename):  # such as that of tqdm
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    code, line = frame.f_code, frame.f_lineno
+    source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
+    for statement in _loops_of(source) or ():
+        call, target = statement.iter, statement.target
+        if (
+            statement.lineno <= line <= (call.end_lineno or 0)
+            and isinstance(call, ast.Call)
+            and path_of(call.func) == ("enumerate",)
+            and isinstance(target, ast.Tuple)
+            and isinstance(target.elts[0], ast.Name)
+            and not any(path_of(node)[-1:] == (".step",) for node in ast.walk(call))
+            and any(_computes_with(each, target.elts[0].id) for each in statement.body)
+        ):
+            return target.elts[0].id
+    return ""
+
+
+def _computes_with(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == name
+    if isinstance(node, ast.Call) and path_of(node.func)[-1:] in OUTPUTS:
+        return False
+    skipped = node.test if isinstance(node, ast.If) else None
+    parts = (part for part in ast.iter_child_nodes(node) if part is not skipped)
+    return any(_computes_with(part, name) for part in parts)
 
 
 @lru_cache(maxsize=MOST_FILES)

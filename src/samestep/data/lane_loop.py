@@ -102,7 +102,8 @@ class LaneLoop(Iterable[Any]):
                 LossError(
                     f"the body of the loop over batch.lanes ended {self._waits_for} without"
                     " batch.backward(loss), without which the gradient would miss its samples;"
-                    " call it once for each lane, instead of loss.backward()"
+                    " call it once for each lane, instead of loss.backward(). A gradient that you"
+                    " compute yourself is that of the loss (p * gradient).sum()"
                 )
             )
         try:

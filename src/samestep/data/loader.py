@@ -23,12 +23,13 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    Subset,
     TensorDataset,
     default_collate,
     get_worker_info,
 )
 
-from samestep.data.agreement import DataCheck, Sample, Use, differs, digest
+from samestep.data.agreement import DataCheck, Loads, Sample, Use, changes, differs, digest
 from samestep.data.attributes import AttributeCheck, OpenFile, open_files, refuse_moved
 from samestep.data.batch import Batch, Incomplete
 from samestep.data.generators import ForeignGenerators, is_observed, observe
@@ -49,13 +50,15 @@ COMPARE_SECONDS: Final = 1.0  # to load the samples that workers compare
 class Request(NamedTuple):
     """The samples of one lane batch, and the key of the random draws made while loading them.
 
-    If it `is_compared`, the answer is the digests of each sample instead.
+    If it `is_compared`, the answer is the digests of each sample instead, as `Loads`; at the first
+    use of a data set (`is_first`), two loads of them are compared with each other, too.
     """
 
     where: str
     indices: Sequence[int]
     key: int
     is_compared: bool = False
+    is_first: bool = False
 
 
 class Failure(NamedTuple):
@@ -106,7 +109,7 @@ class Fetcher(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         if request.is_compared:
-            return self._digests(request)
+            return self._loads(request)
         try:
             if self._tensors is not None:  # no random draws
                 indices = torch.from_numpy(np.array(request.indices, dtype=np.int64))
@@ -140,29 +143,66 @@ class Fetcher(Dataset[Any]):
         request = Request("a sample", [index % size_of(self.dataset)], 0)
         self._generators.draw(request.key, lambda: self._samples(request))
 
-    def _digests(self, request: Request, *, has_floats: bool = False) -> list[Sample]:
-        """Return the digests of each sample; None for one that fails or is late."""
+    def _loads(self, request: Request) -> Loads:
+        """Return the digests of each sample, and what a second load of them changes.
+
+        A sample that its load changes, or that is made of those loaded before, shows in the second
+        load if others came between. Tensors are indexed without code that could do so.
+        """
+        samples, first = self._digests(request)
+        if not request.is_first or self._tensors is not None:
+            return Loads(samples)
+        _, again = self._digests(request)
+        found = sorted(changes(first, again), key=lambda change: change.is_number)
+        if not found:
+            return Loads(samples)
+        number, part, is_number = found[0]
+        what = f"collate_fn's batch{part} of samples {list(request.indices)}"
+        if number < len(samples):
+            what = f"sample {request.indices[number]}{part}"
+        dataset = self.dataset
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        return Loads(samples, f"{what} of {type(dataset).__name__}", is_number)
+
+    def _digests(self, request: Request) -> tuple[list[Sample], list[Sample]]:
+        """Return the digests of each sample, without and with its floating-point values.
+
+        None stands for one that fails or is late. At the first use, that of their batch follows the
+        latter if there is a `collate_fn`, which may change samples as well.
+        """
         end = time.monotonic() + COMPARE_SECONDS
-        samples: list[Sample] = []
+        loaded: list[tuple[Any, Sample, Sample]] = []
         for index in request.indices:
-            load_digest = partial(self._digest, request._replace(indices=[index]), has_floats)
-            sample = None
-            if not samples or time.monotonic() < end:
+            load_digests = partial(self._load_digests, request._replace(indices=[index]))
+            sample: tuple[Any, Sample, Sample] = (None, None, None)
+            if not loaded or time.monotonic() < end:
                 with suppress(Exception):  # its batch will raise the error
-                    sample = self._generators.draw(request.key, load_digest)
-            samples.append(sample)
-        return samples
+                    sample = self._generators.draw(request.key, load_digests)
+            loaded.append(sample)
+        samples, plain, exact = map(list, zip(*loaded, strict=True))
+        has_batch = request.is_first and self.collate_fn is not default_collate
+        if has_batch and None not in plain:
+            collate = partial(self._collate_digest, samples)
+            with suppress(Exception):
+                exact.append(self._generators.draw(request.key, collate))
+        return plain, exact
+
+    def _collate_digest(self, samples: list[Any]) -> Sample:
+        return digest(self.collate_fn(samples), has_floats=True)
+
+    def _load_digests(self, request: Request) -> tuple[Any, Sample, Sample]:
+        (sample,) = self._samples(request)
+        return sample, digest(sample), digest(sample, has_floats=True)
 
     def _observe_loads(self, request: Request) -> None:
         """Tell `samestep verify` once if samples depend on more than their index and the seed."""
         self._observes = False
+        request = request._replace(is_first=True)
         # not the first load, which may create what later ones use
-        _, *loads = (self._digests(request, has_floats=True) for _ in range(3))
+        _, *loads = (self._digests(request)[1] for _ in range(3))
         if differs(loads) is not None:
             observe(kind="sample", name=type(self.dataset).__name__)
-
-    def _digest(self, request: Request, has_floats: bool) -> Sample:
-        return digest(*self._samples(request), has_floats=has_floats)
 
     def _samples(self, request: Request) -> list[Any]:
         if not hasattr(self.dataset, "__getitems__"):
@@ -327,10 +367,12 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def compared(use: Use, number: int) -> Request:
+def compared(use: Use, number: int, *, at_start: bool = True) -> Request:
     """Return the request for the samples that workers compare."""
     key_of_draws = key(use.seed, "compare draws", number)
-    return Request(f"samples of {use.where}", use.indices(number), key_of_draws, is_compared=True)
+    is_first = at_start and use.earlier == 0
+    where, indices = f"samples of {use.where}", use.indices(number)
+    return Request(where, indices, key_of_draws, is_compared=True, is_first=is_first)
 
 
 def load_now(
@@ -399,7 +441,7 @@ def plan_batches(
     def requests() -> Iterator[Request]:
         for number, (epoch, step) in enumerate(positions()):
             if is_due(number, epoch, step):
-                yield compared(use, epoch)
+                yield compared(use, epoch, at_start=number == 0)
             counts = plan.counts(epoch, step)
             for lane in lanes:
                 if counts[lane]:

@@ -103,7 +103,9 @@ class LaneState(StepPlugin):
                 f"a lane changed the parameter {parameter}, in the loss"
                 " function or the model: workers compute different lanes, so its values would"
                 " depend on their number. What updates parameters, such as the moving average of a"
-                " teacher, belongs in the body of the loop, after optimizer.step()"
+                " teacher, belongs in the body of the loop, after optimizer.step(). To compute a"
+                " loss at other parameters, change them around a loop over lanes of its own, or"
+                " pass them to torch.func.functional_call"
             )
         name = next(readable(reference) for reference, value in marks.others if value is tensor)
         return LossError(

@@ -33,9 +33,10 @@ MOST_VALUES: Final = 2000  # of one attribute that are compared
 COMPARING: Final = "comparing the workers' states"
 CAUSES: Final = (
     "expected the same bits on all workers. Likely causes: gradients that are not made by"
-    " run.backward, code that changes the model or the optimizer on some workers only (a condition"
-    " on the rank, or random numbers or data that differ between workers), an optimizer whose step"
-    " is not deterministic, or, if it is always the same host, faulty memory"
+    " run.backward (one that a lane computes itself is that of the loss (p * gradient).sum()),"
+    " code that changes the model or the optimizer on some workers only (a condition on the rank,"
+    " or random numbers or data that differ between workers), an optimizer whose step is not"
+    " deterministic, or, if it is always the same host, faulty memory"
 )
 CAUSES_OF_TEXTS: Final = (
     "expected the same value on all workers. Likely causes: code that computes it from what only"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import wraps
@@ -10,6 +11,7 @@ from inspect import signature
 from typing import Any, Final, ParamSpec, TypeVar
 
 from samestep.data.batch import Batch, BeginLanes, LaneStream, steps_left, stream_batches
+from samestep.data.lane_body import counter_of
 from samestep.data.plan import Plan, check_end, check_positive
 from samestep.errors import ConfigError, DataError
 from samestep.run.loop_states import Position
@@ -28,6 +30,12 @@ AFTER_FINISH: Final = (
 EPOCH_CONTINUES: Final = (
     "loop %r was left after %d of %d steps of epoch %d, and this pass continues that epoch. If"
     " every pass should be a new epoch, write run.batches(...).limit(%d) instead of break"
+)
+
+COUNTS_ANEW: Final = (
+    "loop %r continues after step %d of epoch %d, but the index %s of enumerate, with which it"
+    " computes, counts from 0 again. Use loop.step, which is 1 in the first step of the"
+    " loop, or run.step, which is 0 in that of the run: they go on after a resume"
 )
 
 Parameters = ParamSpec("Parameters")
@@ -252,6 +260,13 @@ class PlannedLoop(Loop):
         return epoch
 
     def __iter__(self) -> Iterator[Batch]:
+        at, progress = self._position, self._progress
+        if progress.place is None and (at.step if self._ends_with_epoch else at.done):
+            index = counter_of(sys._getframe(1))  # noqa: SLF001
+            if index and progress.is_main:
+                logging.getLogger("samestep").warning(
+                    COUNTS_ANEW, self._name, at.step, at.epoch, index
+                )
         self._progress.complete_left_step()
         self._check_plan()  # now with its limit
         if self._ends_with_epoch:

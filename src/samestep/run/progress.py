@@ -186,6 +186,13 @@ class Progress:
             self._stop.defer(active=self._snapshots.is_enabled)
         set_generators(key(self._config.seed, "body", self.step))
 
+    @property
+    def place(self) -> tuple[str, int] | None:
+        """The last loop and its number of steps, once this start has made a step."""
+        if self.step == self._first_step:
+            return None
+        return self._loop, self.loops.positions[self._loop].done
+
     def leave_step(self) -> None:
         """Mark the step as left early, by break, return or an exception."""
         if self._current is not None:

@@ -180,7 +180,9 @@ class Run(Training, Collectives, Recording):
         # Collective. The order of calls numbers the modules for the comparison of workers.
         replicate(module, self.device, self._world)
         self._lanes.add(module, buffers)
-        self._session.divergence.modules.append(module)
+        modules = self._session.divergence.modules
+        if all(module is not known for known in modules):
+            modules.append(module)
         return module
 
     def shard(self, optimizer: Optimizer, *, across: Across | None = None) -> Optimizer:
@@ -432,6 +434,7 @@ class Run(Training, Collectives, Recording):
         self._session.directory.check()
         self._session.start.check_read()
         tracked, lines = self._session.snapshots.tracked, list[str]()
+        tracked.begin_call(self._progress.place)
         # Those of the snapshot first: only then it is certain that others are new, not renamed.
         for name in sorted(objects, key=lambda name: not tracked.is_saved(name)):
             item = objects[name]

@@ -24,6 +24,14 @@ from samestep.snapshot.part import Contribution
 from samestep.snapshot.read import Snapshot
 from samestep.snapshot.resume import last_own_step
 from samestep.snapshot.state import States
+from samestep.snapshot.structure import (
+    OF_MODULES,
+    OF_OPTIMIZERS,
+    Structure,
+    changes_of,
+    numbers_of,
+    structure_of,
+)
 from samestep.snapshot.write import COMMIT_SECONDS, SnapshotWriter
 from samestep.step.shard import Shard, load_optimizer
 
@@ -32,7 +40,9 @@ TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
 SHOWN = 3  # names in a line
 GROWTH: dict[type, str] = {  # what to do about objects that had another size at that step
     torch.nn.Module: ". If the model grew during the run, such as a head for new classes, make a"
-    " new module for each size, and track it under a name of its own when it begins to train",
+    " new module for each size, and track it under a name of its own when it begins to train; or"
+    " build it by a size that an earlier run.track restores. If it was pruned, call"
+    " torch.nn.utils.prune.identity(layer, 'weight') before run.replicate",
     torch.optim.Optimizer: ". If a parameter group was added during the run, give the optimizer all"
     " groups before run.track, and keep parameters that train later frozen with"
     " requires_grad_(False): snapshots save it",
@@ -104,6 +114,12 @@ class Tracked:
     def __init__(self, snapshot: Snapshot | None, *, read_only: bool = False) -> None:
         self._snapshot, self._read_only = snapshot, read_only
         self._objects: dict[str, Stateful] = {}
+        self._calls = 0  # of run.track
+        self._place: tuple[str, int] | None = None  # of the last call: a loop, and its steps
+        self._late: dict[str, tuple[str, int]] = {}  # places of objects, after the first step
+        # of modules and optimizers, by name: the number of the call, and the structure then
+        self._structures: dict[str, tuple[int, Structure]] = {}
+        self._numbers: dict[str, tuple[int, Any]] = {}  # of dicts and lists, in the same way
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -130,7 +146,45 @@ class Tracked:
         if snapshot is not None:
             self._restore(name, item, stateful, snapshot)
             lines += [] if self._read_only else _thaw(name, item, snapshot)
+        self._structures[name] = self._calls, structure_of(stateful)
+        if type(item) in {dict, list}:
+            self._numbers[name] = self._calls, numbers_of(item)
+        if self._place is not None:
+            self._late[name] = self._place
         return lines
+
+    def begin_call(self, place: tuple[str, int] | None) -> None:
+        """Begin to track what one call names; `place` is the loop in which it is, and its steps."""
+        self._calls, self._place = self._calls + 1, place
+
+    def unloadable(self, states: States, positions: Mapping[str, Any]) -> str:
+        """Return why no start of the script can load these states, "" if one can.
+
+        `positions` are those of the loops. A start may build an object by the numbers that an
+        earlier call tracks, if they have changed as well.
+        """
+        for name, (call, before) in self._structures.items():
+            item = self._objects[name]
+            change = changes_of(before, item, states.get(name))
+            if change and not self._have_changed(call):
+                is_optimizer = isinstance(item, torch.optim.Optimizer)
+                advice = OF_OPTIMIZERS if is_optimizer else OF_MODULES
+                return f"since run.track, {name!r} {change}. {advice}"
+        for name, (loop, done) in self._late.items():
+            if positions[loop]["done"] > done:
+                return (
+                    f"{name!r} was tracked in the middle of loop {loop!r}, after {done} of its"
+                    " steps. A start that continues behind that place would not track it there:"
+                    " track it before the loop, at least if loop.step is greater than that"
+                )
+        return ""
+
+    def _have_changed(self, call: int) -> bool:
+        """Return whether numbers have changed that were tracked before this call."""
+        return any(
+            number < call and numbers_of(self._objects[name].state_dict()) != numbers
+            for name, (number, numbers) in self._numbers.items()
+        )
 
     def _begin_anew(self, name: str, snapshot: Snapshot) -> str:
         """Return a line about an object that the snapshot never knew, such as of a later stage."""
@@ -249,6 +303,7 @@ class SnapshotManager:
         self._saved_time = time.monotonic()
         self._prepared = config.snapshot_every is None
         self._warned = self._prepared  # that nothing is tracked
+        self._warned_of_structure = world.rank != 0  # that a start cannot load snapshots
         start = last_own_step(config, resumed, owner)
         self._hooks = PostCommitHooks(
             config,
@@ -355,6 +410,7 @@ class SnapshotManager:
         # Collective. A state that differs between workers must not be saved as if it were equal.
         self._compare(step, tracked_shared)
         started += time.perf_counter() - waiting  # this wait is not part of the stall
+        self._warn_of_structure(step, tracked_shared, shared)
         shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
         info = self._info(shared)
         saving = Saving(step, self._attempt, info, time.monotonic())
@@ -391,10 +447,21 @@ class SnapshotManager:
         self._compare(step, tracked_shared)
         with self._giving_up(step):
             shared, own_states = states()
+            self._warn_of_structure(step, tracked_shared, shared)
             shared, own_states = {**tracked_shared, **shared}, {**tracked_own, **own_states}
             saving = Saving(step, self._attempt, self._info(shared), started)
             self.in_memory.save(saving, shared, own_states, writing=writing)
         self._stall_seconds += time.monotonic() - started
+
+    def _warn_of_structure(self, step: int, tracked: States, run: States) -> None:
+        """Say once that no start can load the snapshots from here on."""
+        if self._warned_of_structure:
+            return
+        if issue := self.tracked.unloadable(tracked, run["run"]["positions"]):
+            self._warned_of_structure = True
+            logging.getLogger("samestep").warning(
+                "a new start may fail to load the snapshot of step %d: %s", step, issue
+            )
 
     @contextmanager
     def _giving_up(self, step: int) -> Iterator[None]:

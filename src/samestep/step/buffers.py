@@ -74,6 +74,7 @@ class Buffers:
         rules = rules or {}
         check_rules(module, rules)
         self._steps = 0
+        self._follow_changes()
         numbers = {id(buffer): number for number, buffer in enumerate(self._current())}
         for prefix, owner in module.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
@@ -89,6 +90,21 @@ class Buffers:
                     self.homes[number] = home
                 if name == "scale" and has_scale(owner):
                     self._scales[number] = owner
+
+    def _follow_changes(self) -> None:
+        """Take over buffers that user code removed, or gave another shape, between two steps."""
+        values = [home.registry.get(home.name) for home in self.homes]
+        if _kinds(values) == self._kinds:
+            return
+        kept = {number: value for number, value in enumerate(values) if value is not None}
+        for device, start in self._starts:
+            start[:] = [value.detach().to(device, copy=True) for value in kept.values()]
+        self.homes[:] = [self.homes[number] for number in kept]
+        self._scales = {
+            new: self._scales[number] for new, number in enumerate(kept) if number in self._scales
+        }
+        self._kinds = _kinds(self._current())
+        self._groups.clear()
 
     def places(self) -> dict[tuple[int, Any], Any]:
         """Return the buffers by the id of the registry that holds them, and their name there."""

@@ -69,6 +69,7 @@ REFUSED: Final = {
     "histc": "torch.histc without out=",
     "bincount": "torch.bincount without out=",
 }
+FIRST_CALLS, EVERY_CALL = 4, 16  # in which gradients are looked for that a lane set
 NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
@@ -78,7 +79,8 @@ NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC
 BEHIND_LANES: Final = (
     "{} was called in a lane, where it has no effect, or one that depends on the number of workers:"
     " the gradient and the means of a batch are complete after its last lane. Move it behind the"
-    " loop over lanes, or out of the loss function, behind run.backward"
+    " loop over lanes, or out of the loss function, behind run.backward. An inner loop in a lane,"
+    " as in meta-learning, trains a copy: copy.deepcopy(model), or torch.func.functional_call"
 )
 
 
@@ -124,6 +126,8 @@ class ManualGradients:
         self._differentiated = WeakValueDictionary[int, Tensor]()
         self._in_lane = self._in_backward = self._are_own = False
         self._was_left = False
+        self._has_no_graph = False  # the last lane
+        self._calls, self._looks_for_set = 0, True  # for gradients that lanes set
         self._lane_called_backward = False  # the loss function did
         self._has_nested = False
         self._depth = 0  # of backward passes inside each other, in the one of `run.backward`
@@ -201,6 +205,10 @@ class ManualGradients:
         """Whether lanes are computed now."""
         return self._in_lane
 
+    def note_without_graph(self) -> None:
+        """Note that the loss of this lane has no gradient, so that no optimizer may step."""
+        self._has_no_graph = True
+
     def has_nested(self) -> bool:
         """Return whether a function of this lane's graph has begun a backward pass of its own."""
         return self._has_nested
@@ -237,6 +245,9 @@ class ManualGradients:
                 " a loop over batch.lanes, after the one that computes this lane"
             )
         self._in_lane, self._are_own, self._lane_called_backward = True, are_own, False
+        self._has_no_graph = False
+        self._calls += 1
+        self._looks_for_set = self._calls <= FIRST_CALLS or self._calls % EVERY_CALL == 0
         try:
             yield
         except GeneratorExit:
@@ -260,24 +271,37 @@ class ManualGradients:
 
         Raises `LossError` if the loss function itself made gradients of `parameters`.
         """
-        if self._lane_called_backward:  # only then, because `any` of a GPU tensor waits
-            self._refuse_gradients(parameters, lane)
+        self.refuse_gradients(parameters, lane)
         self._in_backward, self._has_nested = True, False
         try:
             yield
         finally:
             self._in_backward = False
 
-    def _refuse_gradients(self, parameters: Parameters, lane: int) -> None:
+    def refuse_gradients(self, parameters: Parameters, lane: int) -> None:
+        """Raise `LossError` if user code in a lane has made gradients of `parameters`.
+
+        Gradients that it set without backward() are looked for in some calls, because that takes
+        longer than most guards.
+        """
+        if not (self._lane_called_backward or self._looks_for_set):
+            return
+        if have_none(parameters):  # `any` of a GPU tensor waits
+            if self._lane_called_backward:
+                self._lane_called_backward = False
+                self.forget_cleared()
+            return
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.any():
                 name = self.name_of(parameter)
                 raise LossError(
                     f"the loss function must return the loss, but in lane {lane} it called"
-                    f" backward() itself and left a gradient of {name}: return the sum of the"
-                    " losses, or call run.backward once for each; in a loop over batch.lanes, call"
-                    " batch.backward(loss) instead. For a gradient of something else,"
-                    " such as the inputs, use torch.autograd.grad"
+                    f" backward() itself and left a gradient of {name}, or set it: return the sum"
+                    " of the losses, or call run.backward once for each; in a loop over"
+                    " batch.lanes, call batch.backward(loss) instead. For a gradient of something"
+                    " else, such as the inputs, use torch.autograd.grad. One that you compute"
+                    " yourself, of each sample or of an adapted copy, is that of the loss"
+                    " sum((p * gradient.detach()).sum() for all parameters p)"
                 )
         self._lane_called_backward = False
         self.forget_cleared()
@@ -285,7 +309,7 @@ class ManualGradients:
     def check(self, optimizer: Optimizer, *, is_sharded: bool) -> None:
         """Raise `OptimizerError` if the optimizer must not make a step now."""
         self.check_complete()
-        if not (self._manual or self._in_lane or self._differentiated):
+        if not (self._manual or self._in_lane or self._differentiated or self._has_no_graph):
             return
         kind = type(optimizer).__name__
         parameters = parameters_of(optimizer)
@@ -294,9 +318,16 @@ class ManualGradients:
                 raise OptimizerError(
                     f"{kind}.step() was called while run.backward computes a lane, in the loss"
                     " function or in a hook of a gradient, where gradients are those of one lane;"
-                    " call it after run.backward"
+                    " call it after run.backward. The inner loop of a lane trains a copy of the"
+                    " model: copy.deepcopy(model)"
                 )
             return
+        if self._has_no_graph and have_none(parameters):
+            raise OptimizerError(
+                f"{kind}.step() has no gradient, because the lanes before it ran under"
+                " torch.no_grad(), for their means alone; compute them outside of it, or give the"
+                " parameters a gradient that is the same on all workers"
+            )
         self.forget_cleared()
         for parameter in parameters:
             if self._differentiated.get(id(parameter)) is parameter and parameter.grad is not None:

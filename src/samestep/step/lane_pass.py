@@ -39,10 +39,12 @@ from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
 from samestep.step.overlap import NO_OVERLAP, Overlap
 from samestep.step.replicas import Replica, Replicas
 from samestep.torch_internals import (
+    Divisor,
     before_collectives,
     before_reentrant_checkpoints,
     begin_compiled_graphs,
     has_compiled_graphs,
+    noted_means,
 )
 
 LossFn = Callable[[Any, Any], Any]
@@ -390,7 +392,9 @@ class LanePass:
                 return None
             lane_gradients = yield from self._run_lane(span[0], replica)
             self.context.plugins.after_lane(self, span[0], lane_gradients)
-            yield None
+            yield None  # the body of a loop goes on
+            if self.loss.fn is None:
+                self.context.manual.refuse_gradients(replica.of(self.parameters), span[0])
             return lane_gradients
 
         parts = [replica.lanes]
@@ -515,7 +519,8 @@ class LanePass:
         self, lane: int, replica: Replica, batch: Any, count: float
     ) -> LaneSteps[tuple[dict[str, Tensor], Gradients]]:
         """Return the scalars of a lane on its device, and its gradients. It leaves its buffers."""
-        with self.context.user_code():
+        means: list[tuple[Tensor, Divisor]] = []  # without a graph, which has them
+        with self.context.user_code(), means_without_graph(means):
             if self.loss.fn is None:
                 embed = self.loss.embed  # of the only lane
                 shown = batch if embed is None else embed(self.loss.model, batch)
@@ -524,11 +529,15 @@ class LanePass:
                 returned = self.loss.fn(self.loss.model, batch)
             loss, metrics = split_loss(returned, lane)
         self.context.plugins.loss(self, lane, loss)
-        scalars = self.scalars.named(loss, metrics)
+        divisors = [divisor for mean, divisor in means if mean is loss]
+        scalars = self.scalars.named(loss, metrics, divisors)
         self.scalars.note(lane, count, scalars)
         # a single lane leaves in buffers what it wrote
         if self._has_buffers and self.context.lanes > 1:
             self.context.buffers.end_forward(lane, replica.number, self.scalars.copy)
+        if not loss.requires_grad:  # under torch.no_grad()
+            self.context.manual.note_without_graph()
+            return scalars, [None] * len(self.parameters)
         factor = self._factor(count)
         weight = None if factor is None else torch.full_like(loss, factor)
         self.weights[lane] = weight
@@ -567,6 +576,13 @@ class LanePass:
 
     def _seed(self, lane: int) -> None:
         set_generators(key(self.context.config.seed, "lane", *self.seed, lane))
+
+
+def means_without_graph(means: list[tuple[Tensor, Divisor]]) -> AbstractContextManager[None]:
+    """Return a context that adds mean losses and what they are divided by, under `no_grad`."""
+    if torch.is_grad_enabled():
+        return NO_CONTEXT
+    return noted_means(lambda *mean: means.append(mean))
 
 
 def counted(count: Count, batch: Any, where: str) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import LossError
-from samestep.torch_internals import divisors_of
+from samestep.torch_internals import Divisor, divisors_of
 
 DIVISOR: Final = "divisor of the mean "  # and its number; no user's metric has this name
 
@@ -21,7 +21,8 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
     """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
-    A metric may also be a boolean or integer tensor with an entry per item.
+    A metric may also be a boolean or integer tensor with an entry per item. If all lanes run under
+    `torch.no_grad()`, the loss of a lane has no gradient.
     """
     place = "the whole batch" if lane is None else f"lane {lane}"
     if isinstance(returned, tuple) and len(returned) != 2:
@@ -35,10 +36,11 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
             f"the loss function must return a scalar tensor, got {_kind(loss)} in {place};"
             f" return the mean over {'all' if lane is None else 'its'} items"
         )
-    if not loss.requires_grad:
+    if not loss.requires_grad and (lane is None or torch.is_grad_enabled()):
         raise LossError(
             f"the loss of {place} has no gradient; is the model frozen, or the loss detached or"
-            " computed under no_grad?"
+            " computed under no_grad? For means without a gradient, write"
+            " `with torch.no_grad():` around the loop over batch.lanes, or run.backward"
         )
     if not isinstance(metrics, Mapping):
         raise LossError(
@@ -113,9 +115,14 @@ class LaneScalars:
         # what means and sums of a lane's loss were divided by, by names with their kinds
         self._divisors: list[tuple[int, float, dict[str, Tensor]]] = []
 
-    def named(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a lane's scalars on its device, with what each mean of the loss is divided by."""
-        divisors = divisors_of(loss) if self._has_divisors else []
+    def named(
+        self, loss: Tensor, metrics: Mapping[str, Tensor], divisors: Sequence[Divisor] = ()
+    ) -> dict[str, Tensor]:
+        """Return a lane's scalars on its device, with what each mean of the loss is divided by.
+
+        `divisors` are those of a loss without a graph.
+        """
+        divisors = [*divisors, *divisors_of(loss)] if self._has_divisors else []
         named = {
             f"{DIVISOR}{n} {part.kind} {part.means}": part.value
             if isinstance(part.value, Tensor)

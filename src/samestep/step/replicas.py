@@ -115,6 +115,11 @@ class Home(NamedTuple):
         """The tensor that is here now."""
         return self.registry[self.name]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the module still has a tensor here."""
+        return self.registry.get(self.name) is not None
+
     def put(self, tensor: Tensor) -> None:
         """Store a tensor here."""
         if type(self.owner).__setattr__ is Module.__setattr__:
@@ -183,8 +188,25 @@ class Replicas:
         self._staged: list[StagedTensors] = []
 
     def add(self, module: Module) -> None:
-        """Copy a module's new parameters and buffers to all devices."""
-        new = {key: home for key, home in _homes(module).items() if key not in self._homes}
+        """Copy a module's new parameters and buffers to all devices.
+
+        All of them again if user code has replaced some, such as by others of another shape.
+        """
+        known = self._homes
+        if self.all[1:] and not all(map(self._is_current, known.values())):
+            self._homes, self._staged = {}, []
+            for replica in self.all[1:]:
+                for content in replica.tensors, replica.twins, replica.staged:
+                    content.clear()
+            self._add({key: home for key, home in known.items() if home.is_there})
+        self._add(_homes(module))
+
+    def _is_current(self, home: Home) -> bool:
+        twin = self.all[1].twins.get(id(home.tensor)) if home.is_there else None
+        return twin is not None and twin.shape == home.tensor.shape
+
+    def _add(self, homes: dict[tuple[int, str], Home]) -> None:
+        new = {key: home for key, home in homes.items() if key not in self._homes}
         self._homes |= new
         others = self.all[1:]  # none with one device, where nothing is copied or swapped
         memory = self._memory_of([*new.values()]) if others else {}

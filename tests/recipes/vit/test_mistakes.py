@@ -62,8 +62,8 @@ def test_those_checked_are_spread_over_all(size, tmp_path):
             return super().__getitems__(indices)
 
     drawn(tmp_path, Images(torch.zeros(size, 1, 8, 8), torch.zeros(size, dtype=torch.int64)))
-    # those that are drawn are asked for again
-    checked = asked[:-PICTURED] if size >= PICTURED else asked[:1]
+    # three samples are loaded twice before all, and those that are drawn are asked for again
+    checked = asked[6:-PICTURED] if size >= PICTURED else asked[:1]
     assert len(checked) <= MOST_CHECKED
     assert checked == list(range(0, size, -(-size // MOST_CHECKED)))
 
