@@ -25,7 +25,9 @@ from samestep.snapshot.read import Snapshot
 from samestep.snapshot.resume import last_own_step
 from samestep.snapshot.state import States
 from samestep.snapshot.write import COMMIT_SECONDS, SnapshotWriter
-from samestep.step.shard import Shard, load_optimizer
+from samestep.step.guards import Contents
+from samestep.step.optimizer_state import load_optimizer
+from samestep.step.shard import Shard
 
 RESERVED = ("run", "streams")
 TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
@@ -112,8 +114,8 @@ class Tracked:
         """Return whether the snapshot has an object of this name that is not restored yet."""
         return self._snapshot is not None and name in self._snapshot.state
 
-    def add(self, name: str, item: Any, shard: Shard | None) -> list[str]:
-        """Track and restore `item`, through `shard` if it is a sharded optimizer.
+    def add(self, name: str, item: Any, complete: Stateful | None) -> list[str]:
+        """Track and restore `item`, through `complete` if it is a sharded optimizer.
 
         Returns lines about what starts anew or has another `requires_grad`. Raises `SnapshotError`
         if the name is taken, or if the object or the snapshot does not fit.
@@ -121,7 +123,7 @@ class Tracked:
         if name in RESERVED or name in self._objects:
             raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
         # a `Shard` saves and loads this worker's slices only
-        stateful = as_stateful(name, item) if shard is None else shard
+        stateful = as_stateful(name, item) if complete is None else complete
         snapshot, lines = self._snapshot, list[str]()
         if snapshot is not None and not self.is_saved(name):
             lines.append(self._begin_anew(name, snapshot))
@@ -150,10 +152,10 @@ class Tracked:
                 # Torch's optimizers keep the tensors that they load, unlike modules, which copy
                 # them.
                 load_optimizer(tracked, state)
-                if snapshot.shared:
-                    _free_shared(tracked, state)
             else:
                 tracked.load_state_dict(state)
+            if snapshot.shared and isinstance(tracked, (torch.optim.Optimizer, Contents)):
+                _free_shared(tracked.state, state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             advice = "".join(GROWTH[kind] for kind in GROWTH if isinstance(item, kind))
             raise SnapshotError(
@@ -199,12 +201,12 @@ def _thaw(name: str, item: Any, snapshot: Snapshot) -> list[str]:
     return [f"requires_grad in {name} is that of the snapshot: {', '.join(changed[:SHOWN])}{more}"]
 
 
-def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def _free_shared(kept_state: Mapping[Any, Any], state: Mapping[str, Any]) -> None:
     """Copy the tensors of a loaded state that the optimizer kept, so that their memory is freed."""
     loaded = [value for values in state["state"].values() for value in values.values()]
     # All tensors of an object lie in one mapping, which a single one of them keeps alive.
     kept = {value.data_ptr() for value in loaded if isinstance(value, torch.Tensor)}
-    for values in optimizer.state.values():
+    for values in kept_state.values():
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
                 values[name] = value.clone()
