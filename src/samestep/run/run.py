@@ -441,7 +441,10 @@ class Run(Training, Collectives, Recording):
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
             seals = (seal for seal in self._lanes.optimizers.seals if seal.optimizer is item)
             complete = next((seal.contents.complete for seal in seals), None)
+            is_restored = tracked.is_saved(name)
             lines += tracked.add(name, item, complete)
+            if is_restored and self.is_main and self._session.restored is not None:
+                self._session.restored.keep(name, item, tracked.objects[name])
             if shard is not None:
                 self._session.divergence.shards[name] = shard
             if isinstance(item, torch.nn.Module):

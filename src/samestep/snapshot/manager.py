@@ -105,10 +105,10 @@ class Tracked:
 
     def __init__(self, snapshot: Snapshot | None, *, read_only: bool = False) -> None:
         self._snapshot, self._read_only = snapshot, read_only
-        self._objects: dict[str, Stateful] = {}
+        self.objects: dict[str, Stateful] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._objects)
+        return bool(self.objects)
 
     def is_saved(self, name: str) -> bool:
         """Return whether the snapshot has an object of this name that is not restored yet."""
@@ -120,7 +120,7 @@ class Tracked:
         Returns lines about what starts anew or has another `requires_grad`. Raises `SnapshotError`
         if the name is taken, or if the object or the snapshot does not fit.
         """
-        if name in RESERVED or name in self._objects:
+        if name in RESERVED or name in self.objects:
             raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
         # a `Shard` saves and loads this worker's slices only
         stateful = as_stateful(name, item) if complete is None else complete
@@ -128,7 +128,7 @@ class Tracked:
         if snapshot is not None and not self.is_saved(name):
             lines.append(self._begin_anew(name, snapshot))
             snapshot = None
-        self._objects[name] = stateful
+        self.objects[name] = stateful
         if snapshot is not None:
             self._restore(name, item, stateful, snapshot)
             lines += [] if self._read_only else _thaw(name, item, snapshot)
@@ -137,7 +137,7 @@ class Tracked:
     def _begin_anew(self, name: str, snapshot: Snapshot) -> str:
         """Return a line about an object that the snapshot never knew, such as of a later stage."""
         if (untracked := self.untracked()) or self._read_only:
-            names = untracked or ", ".join(sorted(self._objects))
+            names = untracked or ", ".join(sorted(self.objects))
             raise SnapshotError(
                 f"the snapshot of step {snapshot.step} holds {names}, but no {name!r}: track the "
                 "same names as the run that wrote it (an object that is new, after all others), or "
@@ -167,7 +167,7 @@ class Tracked:
         """Return the names of parameters that do not require gradients, by module."""
         return {
             name: [inner for inner, p in item.named_parameters() if not p.requires_grad]
-            for name, item in self._objects.items()
+            for name, item in self.objects.items()
             if isinstance(item, torch.nn.Module)
         }
 
@@ -175,7 +175,7 @@ class Tracked:
         """Return the states that are equal on all workers, and those that are sharded."""
         shared: dict[str, Any] = {}
         own_states: dict[str, Any] = {}
-        for name, item in self._objects.items():
+        for name, item in self.objects.items():
             (own_states if isinstance(item, Shard) else shared)[name] = item.state_dict()
         return shared, own_states
 
