@@ -223,8 +223,8 @@ class Run(Training, Collectives, Recording):
             )
         check_shardable(optimizer)
         self._lanes.manual.unwatch(parameters)
+        # first, so that its hooks run first
         seal = GradientSeal(optimizer, partial(self._lanes.settle, optimizer))
-        self._lanes.optimizers.seals.append(seal)  # first, so that its hooks run first
         if self.world_size > 1:
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
@@ -239,6 +239,7 @@ class Run(Training, Collectives, Recording):
             trim_memory()  # of the parameters before they moved into flat storage
         else:
             seal.close(Contents(optimizer))
+        self._lanes.optimizers.seals.append(seal)
         self._sharded.update(parameters)
         return optimizer
 
