@@ -36,7 +36,7 @@ from samestep.config import Config
 from samestep.data.agreement import SHARE, DataCheck, digest
 from samestep.plugins.divergence import DivergenceCheck
 from samestep.run.alerts import LossAlerts
-from samestep.step.guards import GradientSeal, ManualGradients, OptimizerGuard
+from samestep.step.guards import Contents, GradientSeal, ManualGradients, OptimizerGuard
 
 WORKERS: Final = 2
 EVERY: Final = Config.check_every or 0  # steps between two comparisons of the workers
@@ -46,6 +46,8 @@ EVERY_STEP: Final[dict[str, list[tuple[Any, str]]]] = {
         (OptimizerGuard, "before_step"),
         (GradientSeal, "check"),
         (GradientSeal, "seal"),
+        (Contents, "open"),
+        (Contents, "close"),
     ],
     "workers": [(DivergenceCheck, "expire")],
     "data": [(DataCheck, "note"), (DataCheck, "compare_notes")],

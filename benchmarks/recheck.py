@@ -38,6 +38,8 @@ from benchmarks.jobs.job import LEARNING_RATE, Job
 from samestep.errors import DivergenceError, RecheckError
 from samestep.plugins.recheck import LaneCheck
 from samestep.plugins.update_check import UpdateCheck
+from samestep.step import shard
+from samestep.step.exchange import all_gather
 
 WORKERS: Final = 3
 LANES: Final = 6
@@ -135,6 +137,7 @@ class Trials:
         self._divided = run.replicate(Net())
         parameters = self._divided.parameters()
         self._sharded = run.shard(torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
+        self._contents = run._lanes.shards[0].contents  # noqa: SLF001
 
     def compared(self, check: LaneCheck, reports: Any) -> None:
         """Do what `LaneCheck.compare` does, and keep what it compares."""
@@ -178,30 +181,30 @@ class Trials:
 
     def _update(self, batch: Any, flip: Flip | None = None) -> RecheckError | None:
         """Update the slices of all workers, with a flip in that of one; return the error."""
-        segments = self._sharded.param_groups[0]["params"]  # of this worker
+        (segments,) = self._contents.updated  # of this worker
 
         def act(place: str) -> None:
             if flip is not None and flip.place == place:
                 for segment in segments:
                     flip.flip(segment)
 
+        def gather(*arguments: Any) -> None:
+            act(IN_UPDATES[1])
+            all_gather(*arguments)
+
         self.run.backward(loss_fn, self._divided, batch)
         act(IN_UPDATES[0])
-        # before the hook that sends parameters
-        handle = self._sharded.register_step_post_hook(lambda *_: act(IN_UPDATES[1]))
-        self._sharded._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # noqa: SLF001
         try:
-            self._sharded.step()
+            with patch.object(shard, "all_gather", gather):  # before parameters are sent
+                self._sharded.step()
         except RecheckError as error:
             return error
-        finally:
-            handle.remove()
         return None
 
     def _slices(self) -> list[Tensor]:
         """Return this worker's slices of the parameters and of the state."""
-        segments = self._sharded.param_groups[0]["params"]
-        buffers = [self._sharded.state[segment]["momentum_buffer"] for segment in segments]
+        (segments,) = self._contents.updated
+        buffers = [self._contents.state[segment]["momentum_buffer"] for segment in segments]
         return [tensor.detach() for tensor in (*segments, *buffers)]
 
     def _try_update(self, flip: Flip, batch: Any) -> None:

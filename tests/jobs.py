@@ -136,7 +136,9 @@ def left_in(job: Job, directory: Path, **options: Any) -> dict[str, str]:
         steps = run.step
         tracked = job(run)
         assert run.step == steps > 0
-        states = {name: item.state_dict() for name, item in tracked.items()}
+        # a sharded optimizer itself returns no state that can be read
+        objects = run._session.snapshots.tracked.objects
+        states = {name: objects.get(name, item).state_dict() for name, item in tracked.items()}
     return {**fingerprint(states), **logged(directory)}
 
 

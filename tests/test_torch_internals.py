@@ -362,6 +362,38 @@ def test_an_optimizer_steps_without_its_hooks():
         everywhere.remove()
 
 
+def test_hooks_can_be_put_next_to_the_update():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    seen = []
+
+    def add(register, name):
+        def hook(*_):
+            seen.append(name)
+
+        hook.name = name
+        register(hook)
+
+    for name in ("outer 1", "inner 1", "outer 2", "inner 2"):
+        add(optimizer.register_step_pre_hook, name)
+        add(optimizer.register_step_post_hook, name)
+
+    def nest(*_):
+        internals.nest_step_hooks(optimizer, lambda hook: hook.name.startswith("inner"))
+
+    numbers = internals.step_hook_numbers(optimizer)
+    everywhere = register_optimizer_step_pre_hook(nest)  # before those of the optimizer run
+    try:
+        optimizer.step()
+    finally:
+        everywhere.remove()
+    assert len(numbers) == 8
+    assert internals.step_hook_numbers(optimizer) != numbers
+    assert sorted(internals.step_hook_numbers(optimizer)) == sorted(numbers)
+    before, after = seen[:4], seen[4:]
+    assert before == ["outer 1", "outer 2", "inner 1", "inner 2"]
+    assert after == ["inner 1", "inner 2", "outer 1", "outer 2"]
+
+
 def test_hooks_after_additions_to_gradients_are_listed():
     parameter = nn.Parameter(torch.ones(1))
     assert list(internals.post_accumulate_hooks(parameter)) == []

@@ -51,7 +51,9 @@ def train(folder: Path) -> str:
             if run.step == 1:
                 run.log_image("weights", model.weight.detach().clamp(0, 1))
         digest = hashlib.sha256()
-        for state in (model.state_dict(), *optimizer.state_dict()["state"].values()):
+        # a sharded optimizer itself returns no state that can be read
+        saved = run._session.snapshots.tracked.objects["optimizer"].state_dict()  # noqa: SLF001
+        for state in (model.state_dict(), *saved["state"].values()):
             for name, tensor in sorted(state.items()):
                 digest.update(f"{name} {tensor.tolist()}".encode())
     return digest.hexdigest()

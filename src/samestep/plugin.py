@@ -37,6 +37,9 @@ class RunPlugin:
     def end_step(self, ended: EndedStep) -> None:
         """Look at a step whose body has run."""
 
+    def end_run(self) -> None:
+        """Look at what the script has when it ends its run."""
+
     def expire(self) -> None:
         """Forget what was compared, because user code ran after it."""
 
@@ -66,6 +69,7 @@ class RunPlugins:
 
         self.begin_loop, self.begin_step = each("begin_loop"), each("begin_step")
         self.add, self.end_step = each("add"), each("end_step")
+        self.end_run = each("end_run")
         self.expire, self.compare_if_due = each("expire"), each("compare_if_due")
         self._noting = overriding(plugins, RunPlugin, "note")
 

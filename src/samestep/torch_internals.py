@@ -467,9 +467,24 @@ def step_pre_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
     return optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001
 
 
-def step_post_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
-    """Return the hooks that run after an optimizer's step, of which there is no public list."""
-    return optimizer._optimizer_step_post_hooks.values()  # noqa: SLF001
+def step_hook_numbers(optimizer: Optimizer) -> list[int]:
+    """Return the numbers of the hooks of an optimizer's step, which no two hooks share."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    return [*before, *after]
+
+
+def nest_step_hooks(optimizer: Optimizer, is_inner: Callable[[Callable[..., Any]], bool]) -> None:
+    """Let `is_inner` hooks run next to the update: the last before it, the first after it.
+
+    Hooks run in the order in which they were registered, and can be put in front of others only in
+    the private dicts. A hook of all optimizers may call this before the others run.
+    """
+    before: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
+    after: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    for number in [number for number, hook in before.items() if is_inner(hook)]:
+        before.move_to_end(number)
+    for number in [number for number, hook in after.items() if is_inner(hook)][::-1]:
+        after.move_to_end(number, last=False)
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:

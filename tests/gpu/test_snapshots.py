@@ -63,6 +63,6 @@ def addresses_of(dtype):
     with ss.init(lanes=2, timeout=60) as run:
         layers = [torch.nn.Linear(65, 65) for _ in range(3)]
         model = run.replicate(torch.nn.Sequential(*layers).to(dtype))
-        optimizer = run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
-        segments = [segment for group in optimizer.param_groups for segment in group["params"]]
+        run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        segments = [segment for group in run._lanes.shards[0].contents.updated for segment in group]
         return [tensor.data_ptr() for tensor in [*model.parameters(), *segments]]

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "plugins/lane_graph.py": "gpu/test_lane_graph.py",
     "step/lane_pass.py": "step/test_lane_engine.py",
     "step/lane_results.py": "step/test_lane_engine.py",
+    "step/optimizer_state.py": "run/test_sharded_scripts.py",
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/scale/report.py": "tools/scale/test_study.py",
     "tools/submit.py": "tools/test_slurm.py",

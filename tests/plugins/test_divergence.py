@@ -209,6 +209,7 @@ def numbers_job(run, change):
     optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.01))
     state = SimpleNamespace(
         optimizer=optimizer,
+        shard=run._lanes.shards[0],
         patience=ss.Patience(3),
         dict={"seen": 0, "names": ["a"], f"of {run.rank}": run.rank},
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 100),
@@ -233,7 +234,7 @@ def set_option(name, value):
 def count_steps(state, rank):
     """Change the counters of parameters of which each worker updates a part."""
     if rank == 1:
-        for values in state.optimizer.state.values():
+        for values in state.shard.contents.state.values():
             values["step"] += 1
 
 

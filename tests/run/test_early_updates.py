@@ -93,7 +93,9 @@ def frozen_later(run, model, optimizer, again):
 
 
 # buckets in the first step that are updated one by one
-EARLY = dict.fromkeys([nothing, discarded, zeroed, partly_cleared, skipped, frozen_later], 5)
+EARLY = dict.fromkeys(
+    [nothing, discarded, zeroed, partly_cleared, skipped, with_hook, frozen_later], 5
+)
 EARLY[partly_accumulated] = 4
 
 

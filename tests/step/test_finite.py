@@ -62,7 +62,8 @@ def train(run, *, shards=False, inline=False, calls=(loss_fn,), scaler=None):
             scaler.update()
         optimizer.zero_grad()
         left.append([bits(value) for value in model.state_dict().values()])
-    own = [value for values in optimizer.state.values() for value in values.values()]
+    state = run._lanes.optimizers.seals[0].contents.state if shards else optimizer.state
+    own = [value for values in state.values() for value in values.values()]
     tensors = [*model.state_dict().values(), *own]
     return left, all(bool(tensor.isfinite().all()) for tensor in tensors)
 

@@ -18,11 +18,13 @@ from samestep.data.batch import Batch
 from samestep.errors import DataError, LossError, ModelError, NonFiniteLossError
 from samestep.guards import plugins_of
 from samestep.step import across_hosts, exchange, overlap
-from samestep.step.flat_buffer import SCALAR_STATE, FlatBuffer
+from samestep.step.flat_buffer import FlatBuffer
+from samestep.step.guards import Contents
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import LossSpec
 from samestep.step.lane_results import split_loss
 from samestep.step.layout import Layout
+from samestep.step.optimizer_state import SCALAR_STATE
 from samestep.step.replicas import replicate
 from samestep.step.shard import Shard
 from tests.bits import bits
@@ -452,9 +454,10 @@ def updated(world, kind, options, exchange_dtype):
     if world.size > 1:
         places = lanes.models.places()
         lanes.shards.append(Shard(optimizer, 4, world, lanes.round_to, "host", places))
-    first, *_ = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    contents = lanes.shards[0].contents if world.size > 1 else Contents(optimizer)
+    first, *_ = (parameter for group in contents.updated for parameter in group)
     if kind is optim.SGD and "momentum" in options:  # as some versions of torch save it
-        optimizer.state[first]["momentum_buffer"] = None
+        contents.state[first]["momentum_buffer"] = None
     for step in range(5):
         backward_of_squares(lanes, model, step)
         if step in (2, 3):
@@ -464,7 +467,7 @@ def updated(world, kind, options, exchange_dtype):
         if used is not None:
             used.zero_()  # has no effect after the step
         optimizer.zero_grad()
-    state = optimizer.state[first]
+    state = contents.state[first]
     scalars = {name: float(state[name]) for name in SCALAR_STATE & state.keys()}
     return [bits(parameter) for parameter in model.parameters()], scalars
 

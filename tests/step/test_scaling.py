@@ -11,6 +11,7 @@ from samestep.step.across_hosts import choose_exchange
 from samestep.step.exchange import ExchangeSpec
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import copy_gradients
+from samestep.step.guards import Contents
 from samestep.step.scaling import gradient_norm, scale_gradients
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
@@ -49,7 +50,7 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         gradients = [parameter.grad for parameter in in_buffer]
         optimizer = torch.optim.SGD(in_buffer, lr=0.1)
         exchange = choose_exchange(ExchangeSpec(in_buffer, LANES, world, across=across))
-        flat_buffer = FlatBuffer(exchange, optimizer)
+        flat_buffer = FlatBuffer(exchange, Contents(optimizer))
         flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
         copy_gradients(flat_buffer.exchange.views(flat), gradients)
         flat_buffer.set_gradients(lambda: exchange.slices(flat, exchange.held), present)

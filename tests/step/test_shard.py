@@ -9,16 +9,10 @@ from torch import optim
 
 import samestep as ss
 from samestep.errors import OptimizerError
-from samestep.step.flat_buffer import SCALAR_STATE
 from samestep.step.gradients import copy_gradients
 from samestep.step.layout import Layout, TensorSlice
-from samestep.step.shard import (
-    ELEMENTWISE,
-    Shard,
-    check_shardable,
-    choose_across,
-    load_optimizer,
-)
+from samestep.step.optimizer_state import SCALAR_STATE, load_optimizer
+from samestep.step.shard import ELEMENTWISE, Shard, check_shardable, choose_across
 from tests.bits import bits, digest
 from tests.worlds import in_processes, on_hosts
 
@@ -285,7 +279,7 @@ def test_adjacent_fragments_share_a_segment():
                 for segment in flat_buffer.segments
             ]
             assert [segment.parameter for segment in segments] == [
-                p for group in job.optimizer.param_groups for p in group["params"]
+                parameter for group in job.shard.contents.updated for parameter in group
             ]
             return [[fragment.index for fragment in segment.fragments] for segment in segments]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,6 +83,26 @@ def train(run: ss.Run, way: str) -> None:
         optimizer.zero_grad()
 
 
+def keep_best(run: ss.Run, *, tracks: bool) -> None:
+    """Load the best weights at the end, from variables or a dict that is tracked."""
+    best_loss, best_weights = float("inf"), dict[str, torch.Tensor]()
+    tracked: dict[str, Any] = {"loss": best_loss, "weights": best_weights}
+    model = run.replicate(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer, **({"best": tracked} if tracks else {}))
+    if tracks:
+        best_loss, best_weights = tracked["loss"], tracked["weights"]
+    for batch in run.batches(TensorDataset(torch.ones(20, 8)), 8, steps=9):
+        run.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = float(run.step)  # the first weights are the best
+        if loss < best_loss:
+            best_loss, best_weights = loss, copy.deepcopy(model.state_dict())
+            tracked.update(loss=best_loss, weights=best_weights)
+    model.load_state_dict(best_weights)
+
+
 EARLY = None
 if sys.argv[1:] == ["builds early"]:
     torch.seed()  # as in a script that samestep does not start
@@ -88,4 +110,7 @@ if sys.argv[1:] == ["builds early"]:
 
 if __name__ == "__main__" and sys.argv[1] != "no run":
     with ss.init(seed=5) as run:
-        train(run, sys.argv[1])
+        if sys.argv[1].endswith("the best"):
+            keep_best(run, tracks=sys.argv[1] == "tracks the best")
+        else:
+            train(run, sys.argv[1])

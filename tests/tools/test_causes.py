@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from samestep.tools.causes import CAUSES, Difference, Observation, explain, starting_over
@@ -98,6 +100,19 @@ def test_the_kill_before_the_difference_explains_it():
     )
     assert "a number of steps that" in first_difference([good, run_of("n=2", *"abc")])
     assert first_difference([good, good]) is None
+
+
+def test_variables_that_differ_at_the_end_explain_only_the_last_step():
+    good = run_of("n=1", *"abcd")
+    killed = run_of("killed", *"abcX", between="resume", lost={1: [], 2: []})
+    assert "Usual cause: state that is not" in first_difference([good, killed])
+    text = first_difference([good, replace(killed, lost_at_end=["best"])])
+    assert "step 3: 'm/weight' differs between n=1 and killed\nLikely cause: best:" in text
+    # rather those of a kill, even if it is not the newest
+    text = first_difference([good, replace(killed, lost={1: ["count"], 2: []}, lost_at_end=["b"])])
+    assert "Likely cause: count:" in text
+    early = replace(run_of("killed", *"abXX", between="resume"), lost_at_end=["best"])
+    assert "Usual cause: state that is not" in first_difference([good, early])
 
 
 def test_a_worker_is_killed_in_each_loop_and_after_each_epoch():

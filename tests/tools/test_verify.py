@@ -92,6 +92,21 @@ def test_what_starts_over_after_a_kill_is_named(verify):
     assert re.search(r"Likely cause: steps_taken.*: not tracked, so it starts over", printed)
 
 
+def test_the_best_weights_in_a_variable_are_named_where_the_script_loads_them(verify):
+    status, printed = verify("--steps", "10", "--kill", way="keeps the best")
+    assert status == 1
+    assert re.search(r"first at step 9: 'model/weight' differs between n=1 and n=2, kill", printed)
+    assert re.search(r"Likely cause: .*best_loss, best_weights.*: not tracked, so it", printed)
+    assert "stopped before its end" not in printed
+
+
+def test_tracked_weights_are_the_same_at_the_end_of_the_script(verify):
+    status, printed = verify("--steps", "10", "--kill", way="tracks the best")
+    assert (status, "stopped before its end" in printed) == (0, False)
+    status, printed = verify("--steps", "2", way="tracks the best")
+    assert (status, "stopped before its end" in printed) == (0, True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "cause"),

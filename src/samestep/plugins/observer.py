@@ -24,6 +24,7 @@ from samestep.user_code import is_installed, is_users
 
 # Set by samestep verify: "step rank" of a worker, and "body" if it may do all until the next step.
 KILL: Final = "SAMESTEP_INTERNAL_KILL"
+END: Final = -1  # instead of a step, at the end of the script
 COMMIT_SECONDS: Final = 60.0  # for the snapshot before a kill
 LEAVES: Final = (
     bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor,
@@ -56,12 +57,19 @@ class StepObserver(RunPlugin):
         """Note the variables before a step; kill the process once the snapshot before it exists."""
         if step == 0:
             self._take_snapshot()  # it also compares the state before the first step
-        if self._rank == 0:
-            values = values_of(script_variables())
-            observe(kind="state", step=step, is_first=self._is_first, values=values)
+        self._note_variables(step, is_first=self._is_first)
         self._is_first = False
         self._kill_if_told(f"{step} {self._rank}", step)
         self._kill_if_told(f"{step} {self._rank} body", step)
+
+    def end_run(self) -> None:
+        """Note the variables that the script ends with."""
+        self._note_variables(END, is_first=True)
+
+    def _note_variables(self, step: int, *, is_first: bool) -> None:
+        if self._rank == 0:
+            values = values_of(script_variables())
+            observe(kind="state", step=step, is_first=is_first, values=values)
 
     def _kill_if_told(self, place: str, step: int) -> None:
         if os.environ.get(KILL) != place or self._directory is None:

@@ -19,8 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.base import World
 from samestep.errors import OptimizerError, RecheckError
 from samestep.plugins.disagreement import Disagreement, differing
-from samestep.step.flat_buffer import Segment, copied, is_elementwise, state_of
+from samestep.step.flat_buffer import Segment
 from samestep.step.hashing import hashes_of
+from samestep.step.optimizer_state import copied, is_elementwise, state_of
 from samestep.step.shard import Shard
 from samestep.torch_internals import (
     is_called_by_compiled_code,
@@ -65,7 +66,8 @@ class UpdateCheck:
         self._shard.after_update(self._after_update)
 
     def _flat_versions(self) -> list[int]:
-        return versions_of([buffer.own for buffer in self._shard.flat_buffers])
+        own = [buffer.own for buffer in self._shard.flat_buffers]
+        return versions_of([*own, *self._shard.contents.parameters])  # complete ones
 
     def _before_update(
         self, _: object, args: Sequence[object], kwargs: Mapping[str, object]
@@ -82,8 +84,7 @@ class UpdateCheck:
         *_, last = step_pre_hooks(self._shard.optimizer)
         is_final = len(args) == 1 and not kwargs and last == self._before_update
         # nor can others repeat the update of a slice that user code has written
-        is_repeatable = is_final and self._shard.sends_first
-        is_repeatable &= self._flat_versions() == self._versions
+        is_repeatable = is_final and self._flat_versions() == self._versions
         parts = [*self._parts()] if self._world.rank == owner and is_repeatable else []
         sent = None
         if parts:
@@ -102,7 +103,7 @@ class UpdateCheck:
         self._handle = None
         if self._part is not None:  # as this worker has sent its parameters
             number, place, segment, elements = self._part
-            state = state_of(elements, self._shard.optimizer.state.get(segment.parameter, {}))
+            state = state_of(elements, self._shard.contents.state.get(segment.parameter, {}))
             values = {PARAMETER: segment.parameter[elements], **state}
             self._hashes, self._part = self._hash(number, place, values), None
         row = socket.gethostname(), str(self._shard.flat_buffers[0].own.device), self._hashes

@@ -313,8 +313,11 @@ class Progress:
         """Take the last snapshot and return when it is complete."""
         self._plugins.expire()
         self.complete_left_step()
+        self._plugins.end_run()
         self._has_ended = True
         self._close_epochs()
+        # `samestep verify` also compares what follows the last step, such as loading the best model
+        self._requested |= is_observed()
         self._stop.defer(active=True)  # a signal now waits for the last snapshot
         self._take_snapshot()
         self._finish("finished")

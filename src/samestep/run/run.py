@@ -39,7 +39,8 @@ from samestep.run.training import Training
 from samestep.snapshot.read import Snapshot
 from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
-from samestep.step.guards import GradientSeal
+from samestep.step.gradients import parameters_of
+from samestep.step.guards import Contents, GradientSeal
 from samestep.step.lane_pass import Count
 from samestep.step.replicas import replicate
 from samestep.step.shard import Shard, check_shardable, choose_across
@@ -190,8 +191,8 @@ class Run(Training, Collectives, Recording):
 
         This saves time and memory and gives the same bits. Gradients of these parameters are stored
         in slices: changing `.grad`, other than to None, is an error with any number of workers, and
-        each step clears it. Call it before the first step. See `Rajbhandari et al., 2020
-        <https://arxiv.org/abs/1910.02054>`__.
+        each step clears it. So is using `state` of the optimizer. Call it before the first step.
+        See `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`__.
 
         Args:
             optimizer: An elementwise optimizer of `torch.optim`.
@@ -214,18 +215,18 @@ class Run(Training, Collectives, Recording):
         Example:
             >>> optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3))
         """
-        check_shardable(optimizer)
         if across not in {None, "host", "world"}:
             raise OptimizerError(f'across must be "host", "world" or None, got {across!r}')
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if not self._sharded.isdisjoint(parameters):
             raise OptimizerError(
                 f"a parameter can be sharded only once, but this {type(optimizer).__name__} has "
                 "parameters that are already sharded"
             )
+        check_shardable(optimizer)
         self._lanes.manual.unwatch(parameters)
+        # first, so that its hooks run first
         seal = GradientSeal(optimizer, partial(self._lanes.settle, optimizer))
-        self._lanes.optimizers.seals.append(seal)  # first, so that its hooks run first
         if self.world_size > 1:
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
@@ -236,9 +237,11 @@ class Run(Training, Collectives, Recording):
             self._lanes.shards.append(shard)
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
-            # the segments, which `Shard` has put into the groups
-            parameters += [p for group in optimizer.param_groups for p in group["params"]]
+            seal.close(shard.contents)
             trim_memory()  # of the parameters before they moved into flat storage
+        else:
+            seal.close(Contents(optimizer))
+        self._lanes.optimizers.seals.append(seal)
         self._sharded.update(parameters)
         return optimizer
 
@@ -440,7 +443,12 @@ class Run(Training, Collectives, Recording):
             item = objects[name]
             # saved as slices
             shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
-            lines += tracked.add(name, item, shard)
+            seals = (seal for seal in self._lanes.optimizers.seals if seal.optimizer is item)
+            complete = next((seal.contents.complete for seal in seals), None)
+            is_restored = tracked.is_saved(name)
+            lines += tracked.add(name, item, complete)
+            if is_restored and self.is_main and self._session.restored is not None:
+                self._session.restored.keep(name, item, tracked.objects[name])
             if shard is not None:
                 self._session.divergence.shards[name] = shard
             if isinstance(item, torch.nn.Module):
@@ -449,7 +457,7 @@ class Run(Training, Collectives, Recording):
                 self._lanes.gradients.scalers.append(item)
             if isinstance(item, torch.optim.Optimizer):
                 self._progress.times.watch(name, item)
-                self._lanes.track(item, shard)
+                self._lanes.optimizers.track(item)
                 if self._session.replay is not None:
                     self._session.replay.track(name, item, shard)
         for line in lines if self.is_main and not is_observed() else ():

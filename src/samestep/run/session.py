@@ -38,6 +38,7 @@ from samestep.plugins.observer import StepObserver
 from samestep.plugins.progress_line import open_line
 from samestep.plugins.random_positions import RandomPositions
 from samestep.plugins.replay import Replay, Request
+from samestep.plugins.restored import RestoredCheck
 from samestep.record import Record, open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock
@@ -226,6 +227,10 @@ class Session:
         plugins: list[RunPlugin] = [] if line is None else [line]
         if world.size > 1:
             plugins[:0] = [self.divergence, RandomPositions(self.devices)]
+        self.restored = None
+        if resumed is not None and not config.read_only and not is_observed():
+            self.restored = RestoredCheck(resumed.step, self._warn)
+            plugins.append(self.restored)
         if is_observed():
             plugins.append(
                 StepObserver(
@@ -258,7 +263,7 @@ class Session:
         """Return the engine, which checks every step of an optimizer until the run ends."""
         graphs = None
         if self.replay is None:  # which looks into each lane
-            graphs = LaneGraphs.of(self.config, self.devices[0], self._say_of_graphs)
+            graphs = LaneGraphs.of(self.config, self.devices[0], self._warn)
         pass_of = None if graphs is None else partial(graphed, graphs)
         lanes = self.config.lanes or 1
         engine = LaneEngine(self.world, self.config, lanes, self.devices, pass_of)
@@ -276,7 +281,7 @@ class Session:
         self._exits.callback(hook.remove)
         return engine
 
-    def _say_of_graphs(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if self._process.rank == 0:
             announce(text, logging.WARNING)
 

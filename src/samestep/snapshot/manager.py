@@ -33,7 +33,9 @@ from samestep.snapshot.structure import (
     structure_of,
 )
 from samestep.snapshot.write import COMMIT_SECONDS, SnapshotWriter
-from samestep.step.shard import Shard, load_optimizer
+from samestep.step.guards import Contents
+from samestep.step.optimizer_state import load_optimizer
+from samestep.step.shard import Shard
 
 RESERVED = ("run", "streams")
 TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
@@ -113,7 +115,7 @@ class Tracked:
 
     def __init__(self, snapshot: Snapshot | None, *, read_only: bool = False) -> None:
         self._snapshot, self._read_only = snapshot, read_only
-        self._objects: dict[str, Stateful] = {}
+        self.objects: dict[str, Stateful] = {}
         self._calls = 0  # of run.track
         self._place: tuple[str, int] | None = None  # of the last call: a loop, and its steps
         self._late: dict[str, tuple[str, int]] = {}  # places of objects, after the first step
@@ -122,27 +124,27 @@ class Tracked:
         self._numbers: dict[str, tuple[int, Any]] = {}  # of dicts and lists, in the same way
 
     def __bool__(self) -> bool:
-        return bool(self._objects)
+        return bool(self.objects)
 
     def is_saved(self, name: str) -> bool:
         """Return whether the snapshot has an object of this name that is not restored yet."""
         return self._snapshot is not None and name in self._snapshot.state
 
-    def add(self, name: str, item: Any, shard: Shard | None) -> list[str]:
-        """Track and restore `item`, through `shard` if it is a sharded optimizer.
+    def add(self, name: str, item: Any, complete: Stateful | None) -> list[str]:
+        """Track and restore `item`, through `complete` if it is a sharded optimizer.
 
         Returns lines about what starts anew or has another `requires_grad`. Raises `SnapshotError`
         if the name is taken, or if the object or the snapshot does not fit.
         """
-        if name in RESERVED or name in self._objects:
+        if name in RESERVED or name in self.objects:
             raise SnapshotError(f"track got the name {name!r}, which is taken; choose another")
         # a `Shard` saves and loads this worker's slices only
-        stateful = as_stateful(name, item) if shard is None else shard
+        stateful = as_stateful(name, item) if complete is None else complete
         snapshot, lines = self._snapshot, list[str]()
         if snapshot is not None and not self.is_saved(name):
             lines.append(self._begin_anew(name, snapshot))
             snapshot = None
-        self._objects[name] = stateful
+        self.objects[name] = stateful
         if snapshot is not None:
             self._restore(name, item, stateful, snapshot)
             lines += [] if self._read_only else _thaw(name, item, snapshot)
@@ -164,7 +166,7 @@ class Tracked:
         earlier call tracks, if they have changed as well.
         """
         for name, (call, before) in self._structures.items():
-            item = self._objects[name]
+            item = self.objects[name]
             change = changes_of(before, item, states.get(name))
             if change and not self._have_changed(call):
                 is_optimizer = isinstance(item, torch.optim.Optimizer)
@@ -182,14 +184,14 @@ class Tracked:
     def _have_changed(self, call: int) -> bool:
         """Return whether numbers have changed that were tracked before this call."""
         return any(
-            number < call and numbers_of(self._objects[name].state_dict()) != numbers
+            number < call and numbers_of(self.objects[name].state_dict()) != numbers
             for name, (number, numbers) in self._numbers.items()
         )
 
     def _begin_anew(self, name: str, snapshot: Snapshot) -> str:
         """Return a line about an object that the snapshot never knew, such as of a later stage."""
         if (untracked := self.untracked()) or self._read_only:
-            names = untracked or ", ".join(sorted(self._objects))
+            names = untracked or ", ".join(sorted(self.objects))
             raise SnapshotError(
                 f"the snapshot of step {snapshot.step} holds {names}, but no {name!r}: track the "
                 "same names as the run that wrote it (an object that is new, after all others), or "
@@ -204,10 +206,10 @@ class Tracked:
                 # Torch's optimizers keep the tensors that they load, unlike modules, which copy
                 # them.
                 load_optimizer(tracked, state)
-                if snapshot.shared:
-                    _free_shared(tracked, state)
             else:
                 tracked.load_state_dict(state)
+            if snapshot.shared and isinstance(tracked, (torch.optim.Optimizer, Contents)):
+                _free_shared(tracked.state, state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             advice = "".join(GROWTH[kind] for kind in GROWTH if isinstance(item, kind))
             raise SnapshotError(
@@ -219,7 +221,7 @@ class Tracked:
         """Return the names of parameters that do not require gradients, by module."""
         return {
             name: [inner for inner, p in item.named_parameters() if not p.requires_grad]
-            for name, item in self._objects.items()
+            for name, item in self.objects.items()
             if isinstance(item, torch.nn.Module)
         }
 
@@ -227,7 +229,7 @@ class Tracked:
         """Return the states that are equal on all workers, and those that are sharded."""
         shared: dict[str, Any] = {}
         own_states: dict[str, Any] = {}
-        for name, item in self._objects.items():
+        for name, item in self.objects.items():
             (own_states if isinstance(item, Shard) else shared)[name] = item.state_dict()
         return shared, own_states
 
@@ -253,12 +255,12 @@ def _thaw(name: str, item: Any, snapshot: Snapshot) -> list[str]:
     return [f"requires_grad in {name} is that of the snapshot: {', '.join(changed[:SHOWN])}{more}"]
 
 
-def _free_shared(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def _free_shared(kept_state: Mapping[Any, Any], state: Mapping[str, Any]) -> None:
     """Copy the tensors of a loaded state that the optimizer kept, so that their memory is freed."""
     loaded = [value for values in state["state"].values() for value in values.values()]
     # All tensors of an object lie in one mapping, which a single one of them keeps alive.
     kept = {value.data_ptr() for value in loaded if isinstance(value, torch.Tensor)}
-    for values in optimizer.state.values():
+    for values in kept_state.values():
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
                 values[name] = value.clone()

@@ -23,6 +23,7 @@ import torch
 from samestep.errors import SnapshotError
 from samestep.step.hidden import FloatOfAnotherLane
 from samestep.step.layout import TensorSlice
+from samestep.step.optimizer_state import LockedState
 from samestep.torch_internals import STATE_METADATA
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
@@ -251,6 +252,8 @@ def _encode_tensor(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
 
 
 def _dense(value: Any, name: str) -> torch.Tensor:
+    if isinstance(value, LockedState):
+        value.refuse()
     # subclasses such as DTensor hold more
     if type(value) not in {torch.Tensor, torch.nn.Parameter}:
         _refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import is_
-from typing import Any, Final
 
-from torch import Tensor, optim
+from torch import Tensor
 from torch.nn import Parameter
 
-from samestep.errors import OptimizerError
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import SlicedGradient, have_none
-from samestep.step.guards import refuse_unless_zero
+from samestep.step.guards import Contents, refuse_unless_zero
 from samestep.step.layout import Fragment
-
-# State with one number per parameter; other state tensors have one per element.
-SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
+from samestep.step.optimizer_state import copied, is_elementwise, state_of
 
 
 @dataclass
@@ -47,8 +43,8 @@ class FlatBuffer:
     kernel's tail moves), they are in one parameter group, and all or none had a gradient.
     """
 
-    def __init__(self, exchange: Exchange, optimizer: optim.Optimizer) -> None:
-        self.exchange, self._optimizer = exchange, optimizer
+    def __init__(self, exchange: Exchange, contents: Contents) -> None:
+        self.exchange, self._contents = exchange, contents
         parameters = exchange.parameters
         # [local_workers, flat_size], in the memory that they share
         self.flats = [flat for (flat,) in exchange.shared_storage(1, parameters[0].dtype)]
@@ -56,7 +52,6 @@ class FlatBuffer:
         for parameter, view in zip(parameters, exchange.views(flat), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view  # the module keeps its Parameter objects
-        self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.own = exchange.slices(flat, exchange.held)  # 1-D, len(held) * slice_size
         self.fragments = exchange.layout.fragments(exchange.held.start, len(exchange.held))
         self.segments = [self._segment(group) for group in self._adjacent()]
@@ -88,8 +83,8 @@ class FlatBuffer:
         """Group the fragments that can share a segment."""
         group_of = {
             id(parameter): number
-            for number, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
+            for number, group in enumerate(self._contents.updated)  # complete ones until now
+            for parameter in group
         }
         numbers = [group_of[id(parameter)] for parameter in self.exchange.parameters]
         # [segments, fragments]
@@ -116,7 +111,7 @@ class FlatBuffer:
         self.segments = [*self.segments[:at], *new, *self.segments[at + 1 :]]
         for parameters, number in self._places_of(segment.parameter):
             parameters[number : number + 1] = [part.parameter for part in new]
-        state = self._optimizer.state.pop(segment.parameter, {})
+        state = self._contents.state.pop(segment.parameter, {})
         gradient = segment.parameter.grad
         for part in new:
             start = part.start - segment.start
@@ -124,14 +119,14 @@ class FlatBuffer:
             part.parameter.grad = None if gradient is None else gradient[elements]
             if state:
                 parts = state_of(elements, state)
-                self._optimizer.state[part.parameter] = {n: copied(v) for n, v in parts.items()}
+                self._contents.state[part.parameter] = {n: copied(v) for n, v in parts.items()}
 
     def _places_of(self, parameter: Tensor) -> list[tuple[list[Tensor], int]]:
         """Return the lists of the optimizer that have the parameter, and its place in each."""
         return [
-            (group["params"], number)
-            for group in self._optimizer.param_groups
-            for number, candidate in enumerate(group["params"])
+            (parameters, number)
+            for parameters in self._contents.updated
+            for number, candidate in enumerate(parameters)
             if candidate is parameter
         ]
 
@@ -159,7 +154,7 @@ class FlatBuffer:
         if self._unused or self._is_cleared() or segment.parameter.grad is not placeholder:
             return False
         # the first update makes the state, or a value of it that was loaded as None
-        state = self._optimizer.state.get(segment.parameter, {})
+        state = self._contents.state.get(segment.parameter, {})
         return bool(state) and all(value is not None for value in state.values())
 
     def update_in_parts(self, update: Callable[[], None]) -> bool:
@@ -172,7 +167,7 @@ class FlatBuffer:
         if parts is None or not self._can_update_in_parts():
             return False
         ((segment, _),) = self.arriving
-        parameter, state = segment.parameter, self._optimizer.state
+        parameter, state = segment.parameter, self._contents.state
         ((parameters, number),) = self._places_of(parameter)
         self._arrived, self._parts, parameter.grad = None, None, None
         self.arriving, self._unused = [], set()
@@ -222,15 +217,6 @@ class FlatBuffer:
         for segment in self.segments:
             if segment.fragments[0].index in dropped:
                 segment.parameter.grad = None
-
-    def check_addresses(self) -> None:
-        """Raise `OptimizerError` if user code moved a parameter out of flat storage."""
-        if [parameter.data_ptr() for parameter in self.exchange.parameters] != self._addresses:
-            raise OptimizerError(
-                f"a parameter of a sharded {type(self._optimizer).__name__} was moved or converted"
-                " after run.shard, so the optimizer would no longer update it; call model.to(...)"
-                " before run.shard, and change values in place"
-            )
 
     def stash_gradients(self, *, are_clear: bool = False) -> None:
         """Move unused gradients of an earlier call out of the exchange's memory.
@@ -344,21 +330,3 @@ class FlatBuffer:
         for parameter in self.exchange.parameters:
             parameter.grad = None
         self._visible, self._are_visible = [None] * len(self._stand_ins), False
-
-
-def state_of(part: slice, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a part of a segment: views of what is elementwise, copies of the rest."""
-    return {
-        name: value[part] if is_elementwise(name, value) else copied(value)
-        for name, value in state.items()
-    }
-
-
-def copied(value: Any) -> Any:
-    """Return a value of a state that shares no memory with this one."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def is_elementwise(name: str, value: Any) -> bool:
-    """Return whether the value `name` of a state has one number per element."""
-    return isinstance(value, Tensor) and name not in SCALAR_STATE

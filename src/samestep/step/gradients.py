@@ -32,8 +32,8 @@ Gradients = list[Tensor | None]  # by number of the parameter
 
 SHARDED_ADVICE: Final = (
     "Instead of loss.backward(), write run.backward(loss_fn, model, batch), and call it again for a"
-    " penalty; to clip, use run.clip_grad_norm(model, max_norm); for anything else, use the"
-    " optimizer without run.shard"
+    " penalty; to clip, use run.clip_grad_norm(model, max_norm). If the script needs anything else"
+    " of an optimizer, use it without run.shard"
 )
 
 

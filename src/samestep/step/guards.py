@@ -11,8 +11,9 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from operator import eq, is_
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -40,12 +41,20 @@ from samestep.step.gradients import (
     have_none,
     parameters_of,
 )
+from samestep.step.optimizer_state import (
+    LockedState,
+    SavedState,
+    SavedValues,
+    load_optimizer,
+)
 from samestep.step.replicas import check_unwrapped
 from samestep.torch_internals import (
     Pass,
     backward_watcher,
     leaves_of,
+    nest_step_hooks,
     post_accumulate_hooks,
+    step_hook_numbers,
     versions_of,
     watch_backward,
     watch_updates,
@@ -74,6 +83,17 @@ NOTED_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 # in messages of torch, of the CPU allocator and of GPU libraries, without exception classes
 ONE_VALUE: Final = "Expected more than 1 value per channel when training"
 NO_MEMORY: Final = re.compile(r"(can't allocate|not enough|out of) memory|_ALLOC_FAILED")
+LOCKED: Final = (
+    "the state of a sharded {} cannot be read or changed between its updates, because each worker"
+    " has a slice of it. run.track saves and restores it, and state_dict() and load_state_dict()"
+    " take it back to an earlier one. If the script needs anything else of an optimizer's state,"
+    " use it without run.shard"
+)
+REPLACED: Final = (
+    "after run.shard, the script replaced {} of a sharded {}, which would have no effect on the"
+    " slices that it updates. Options such as lr may change, and the values of parameters in place."
+    " If the script needs anything else of an optimizer, use it without run.shard"
+)
 
 
 BEHIND_LANES: Final = (
@@ -350,6 +370,153 @@ class ManualGradients:
                 )
 
 
+class Contents:
+    """What a sharded optimizer has during an update: its state, and parameters by group.
+
+    Those of several workers are segments. Between two updates, it has complete parameters again,
+    and a state that refuses to be used.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters_of(optimizer)  # complete
+        self._shown = [group["params"] for group in optimizer.param_groups]
+        self.updated: list[list[Any]] = self._shown
+        self._sizes = [*map(len, self._shown)]
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._state: Any = optimizer.state
+        self._locked: Any = LockedState(LOCKED.format(type(optimizer).__name__))
+        self._is_open, self._hooks = True, list[int]()
+        self.complete: Any = self
+        optimizer.register_step_pre_hook(self.open)
+        optimizer.register_step_post_hook(self.close)
+        optimizer.state_dict = self.save  # type: ignore[method-assign]
+        optimizer.load_state_dict = self.load  # type: ignore[method-assign]
+
+    @property
+    def state(self) -> Any:
+        """The state of what is updated, which loading it replaces."""
+        return self.optimizer.state if self._is_open else self._state
+
+    def divide(self, updated: list[list[Any]], complete: Any) -> None:
+        """Let updates have these segments, by group, of complete parameters that have moved.
+
+        `complete` has the methods of a tracked object, for the complete state.
+        """
+        self.updated, self.complete = updated, complete
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._put(updated)
+
+    def _put(self, parameters_by_group: list[list[Any]]) -> None:
+        groups = zip(self.optimizer.param_groups, parameters_by_group, strict=True)
+        for group, parameters in groups:
+            group["params"] = parameters
+
+    def nest_hooks(self) -> None:
+        """Let all other hooks of a step run before it opens and after it closes."""
+        if step_hook_numbers(self.optimizer) != self._hooks:  # some were added or removed
+            nest_step_hooks(self.optimizer, is_own_hook)
+            self._hooks = step_hook_numbers(self.optimizer)
+
+    def open(self, *_: object) -> None:
+        """Let the optimizer have what it updates, unless user code has replaced it."""
+        if self._is_open:  # an update has failed
+            return
+        self.check()
+        self.optimizer.state, self._is_open = self._state, True
+        self._put(self.updated)
+
+    def close(self, *_: object) -> None:
+        """Let the optimizer have what user code may see."""
+        if self._is_open:
+            self._state, self._is_open = self.optimizer.state, False
+            self.optimizer.state = self._locked
+            self._put(self._shown)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let the optimizer have what it updates in this block."""
+        was_open = self._is_open
+        self.open()
+        try:
+            yield
+        finally:
+            if not was_open:
+                self.close()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Let the optimizer have what user code may see in this block, as in a closure."""
+        was_open = self._is_open
+        self.close()
+        try:
+            yield
+        finally:
+            if was_open:
+                self.open()
+
+    def check(self) -> None:
+        """Raise `OptimizerError` if user code replaced the state, or parameters of a group."""
+        kind, groups = type(self.optimizer).__name__, self.optimizer.param_groups
+        if self.optimizer.state is not self._locked:
+            raise OptimizerError(REPLACED.format("the state", kind))
+        sizes = [len(group["params"]) for group in groups]
+        parameters = parameters_of(self.optimizer)
+        # as many, if the sizes are the same
+        if sizes != self._sizes or not all(map(is_, parameters, self.parameters)):
+            raise OptimizerError(REPLACED.format("parameters in param_groups", kind))
+
+    def check_addresses(self) -> None:
+        """Raise `OptimizerError` if user code gave a parameter other memory."""
+        if [parameter.data_ptr() for parameter in self.parameters] != self._addresses:
+            raise OptimizerError(
+                f"a parameter of a sharded {type(self.optimizer).__name__} was moved or converted"
+                " after run.shard, so the optimizer would no longer update it; call model.to(...)"
+                " before run.shard, and change values in place"
+            )
+
+    def save(self) -> dict[str, Any]:
+        """Return what `Optimizer.state_dict` does, with a state that can be copied and loaded."""
+        numbers, state = count(), self.state
+        groups = [
+            {**group, "params": [next(numbers) for _ in parameters]}
+            for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True)
+        ]
+        saved = [
+            SavedValues(start := parameter.data_ptr(), start + parameter.nbytes, state[parameter])
+            for parameters in self.updated
+            for parameter in parameters
+            if parameter in state
+        ]
+        refusal = LOCKED.format(type(self.optimizer).__name__)
+        return {"state": SavedState(refusal, saved), "param_groups": groups}
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `save` returned, or the complete state of an optimizer that is not sharded."""
+        saved = state_dict["state"]
+        if not isinstance(saved, SavedState):
+            self.complete.load_state_dict(state_dict)
+            return
+        groups, values = [], dict[int, Mapping[str, Any]]()
+        for group, parameters in zip(state_dict["param_groups"], self.updated, strict=True):
+            numbers = range(len(values), len(values) + len(parameters))
+            values.update(zip(numbers, map(saved.of, parameters), strict=True))
+            groups.append({**group, "params": [*numbers]})
+        state = {number: of_one for number, of_one in values.items() if of_one}
+        with self.opened():
+            load_optimizer(self.optimizer, {"state": state, "param_groups": groups})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the complete state of the optimizer of a single worker."""
+        with self.opened():
+            return type(self.optimizer).state_dict(self.optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the complete state of the optimizer of a single worker."""
+        with self.opened():
+            load_optimizer(self.optimizer, state)
+
+
 class GradientSeal:
     """Keeps user code from changing the gradients of a sharded optimizer, or its parameter groups.
 
@@ -360,16 +527,22 @@ class GradientSeal:
     def __init__(self, optimizer: Optimizer, settle: Callable[[], object]) -> None:
         """`settle` waits for gradients that still arrive, and drops cleared ones."""
         self.optimizer, self._settle = optimizer, settle
-        # before `Shard` replaces the parameters by segments
-        self._ids = set(map(id, parameters_of(optimizer)))
+        self._parameters = parameters_of(optimizer)
+        self._ids = set(map(id, self._parameters))
+        self.contents: Contents  # once it is sharded
         self.seal()
         optimizer.register_step_pre_hook(self.check)
-        optimizer.register_step_post_hook(self._clear)
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign,assignment]
+
+    def close(self, contents: Contents) -> None:
+        """Hide what the optimizer updates, from now on and after each update."""
+        self.contents = contents
+        contents.close()
+        self.optimizer.register_step_post_hook(self._clear)
 
     def seal(self) -> None:
         """Accept the current gradients."""
-        self._gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
+        self._gradients = [parameter.grad for parameter in self._parameters]
         self._versions = versions_of(self._gradients)
 
     def covers(self, parameters: Parameters) -> bool:
@@ -378,13 +551,12 @@ class GradientSeal:
 
     def check(self, *_: object) -> None:
         """Raise `OptimizerError` if a gradient was changed, other than by clearing it."""
-        parameters = parameters_of(self.optimizer)
-        gradients = [parameter.grad for parameter in parameters]
-        versions = versions_of(gradients)  # fewer or more after segments were divided
+        gradients = [parameter.grad for parameter in self._parameters]
+        versions = versions_of(gradients)
         if versions == self._versions and all(map(is_, gradients, self._gradients)):
             return
         sealed = dict(zip(map(id, self._gradients), self._versions, strict=True))
-        for parameter, gradient, version in zip(parameters, gradients, versions, strict=True):
+        for parameter, gradient, version in zip(self._parameters, gradients, versions, strict=True):
             if gradient is None or isinstance(gradient, SlicedGradient):
                 continue
             if sealed.get(id(gradient)) != version:
@@ -398,7 +570,7 @@ class GradientSeal:
         self.seal()
 
     def _clear(self, *_: object) -> None:
-        for parameter in parameters_of(self.optimizer):
+        for parameter in self._parameters:
             parameter.grad = None
         self.seal()
 
@@ -420,9 +592,9 @@ class OptimizerGuard:
         self._manual = manual
         self._tracked: list[tuple[Optimizer, Sequence[Tensor]]] = []
 
-    def track(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """Accept an optimizer of these parameters, and no others that are not tracked."""
-        self._tracked.append((optimizer, parameters))
+    def track(self, optimizer: Optimizer) -> None:
+        """Accept an optimizer of its parameters, and no others that are not tracked."""
+        self._tracked.append((optimizer, parameters_of(optimizer)))
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -435,6 +607,8 @@ class OptimizerGuard:
         if self._tracked and all(tracked is not optimizer for tracked, _ in self._tracked):
             self._refuse_untracked(optimizer)
         seals = [seal for seal in self.seals if seal.optimizer is optimizer]
+        for seal in seals:
+            seal.contents.nest_hooks()
         self._manual.check(optimizer, is_sharded=bool(seals))
         for check in self.checks:
             check(optimizer)
@@ -443,7 +617,10 @@ class OptimizerGuard:
             return None
 
         def checked() -> object:
-            result = closure()
+            with ExitStack() as stack:
+                for seal in seals:
+                    stack.enter_context(seal.contents.closed())
+                result = closure()
             self._manual.check(optimizer, is_sharded=bool(seals))
             for seal in seals:
                 seal.open()
@@ -463,6 +640,11 @@ class OptimizerGuard:
                     " wrong optimizer; create the optimizer before run.track, or track both"
                 )
 
+    def check_addresses(self) -> None:
+        """Raise `OptimizerError` if a parameter of a sharded optimizer has other memory now."""
+        for seal in self.seals:
+            seal.contents.check_addresses()
+
     def open_seals(self) -> None:
         """Let all gradients of sharded optimizers be read, unless user code changed one."""
         for seal in self.seals:
@@ -478,7 +660,7 @@ class OptimizerGuard:
 class ModelGuard:
     """Refuses models that are no longer as `run.replicate` left them.
 
-    `check_storage` raises an error if user code moved parameters out of flat storage.
+    `check_storage` raises an error if user code moved parameters of a sharded optimizer.
     """
 
     def __init__(self, check_storage: Callable[[], None]) -> None:

@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -25,7 +23,6 @@ from samestep.step.gradients import (
     Gradients,
     Parameters,
     have_none,
-    parameters_of,
     scaled_together,
     stash_gradients,
 )
@@ -116,8 +113,8 @@ class LaneEngine(LaneContext):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shards: list[Shard] = []
-        self.models = ModelGuard(partial(_check_storage, self.shards))
         self.optimizers = OptimizerGuard(self.manual)
+        self.models = ModelGuard(self.optimizers.check_addresses)
         self.gradients = GradientCheck(self.config)
         self.compute_seconds = 0.0
         self.exchange_seconds = 0.0
@@ -147,15 +144,6 @@ class LaneEngine(LaneContext):
         """Remove all hooks, which would keep the models in memory."""
         self.manual.close()
         self._overlaps.close()
-
-    def track(self, optimizer: Optimizer, shard: Shard | None) -> None:
-        """Register a tracked optimizer, which has the parameters of `shard` if it is sharded."""
-        parameters: Sequence[Tensor] = parameters_of(optimizer)
-        if shard is not None:  # the optimizer itself has segments of flat storage
-            parameters = [
-                parameter for flat in shard.flat_buffers for parameter in flat.exchange.parameters
-            ]
-        self.optimizers.track(optimizer, parameters)
 
     def check_models(self) -> None:
         """Raise `ModelError` if a snapshot of replicated models would be wrong.
@@ -411,12 +399,6 @@ class LaneEngine(LaneContext):
                     bucket.flat_buffer.show()
             self.optimizers.seal(call.parameters)
             raise
-
-
-def _check_storage(shards: Sequence[Shard]) -> None:
-    for shard in shards:
-        for flat_buffer in shard.flat_buffers:
-            flat_buffer.check_addresses()
 
 
 def _results_of(reports: Sequence[Any]) -> list[LaneResult]:

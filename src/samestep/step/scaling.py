@@ -140,6 +140,7 @@ class GradScaler(GradScalerHooks):
         for seal in self._seals:
             if seal.optimizer is optimizer:
                 seal.open()
+                seal.contents.open()  # whose gradients are unscaled
 
     def after_unscale(self, optimizer: Optimizer, has_infinite: Tensor) -> Tensor:
         by_rank = has_infinite.new_empty(self._world.size)  # float32 [workers]
@@ -148,5 +149,6 @@ class GradScaler(GradScalerHooks):
         )
         for seal in self._seals:
             if seal.optimizer is optimizer:
+                seal.contents.close()
                 seal.seal()
         return by_rank.sum().clamp_(max=1.0).view(has_infinite.shape)

@@ -20,17 +20,12 @@ from samestep.errors import OptimizerError
 from samestep.host import available_bytes
 from samestep.step.across_hosts import choose_exchange
 from samestep.step.exchange import Across, ExchangeSpec, all_gather, buckets
-from samestep.step.flat_buffer import (
-    SCALAR_STATE,
-    FlatBuffer,
-    Segment,
-    copied,
-    is_elementwise,
-)
-from samestep.step.gradients import Parameters
+from samestep.step.flat_buffer import FlatBuffer, Segment
+from samestep.step.gradients import Parameters, parameters_of
+from samestep.step.guards import Contents
 from samestep.step.layout import Fragment, TensorSlice, storage_order
-from samestep.torch_internals import step_post_hooks, step_pre_hooks, step_without_hooks
-from samestep.user_code import is_own_hook
+from samestep.step.optimizer_state import copied, is_elementwise, load_optimizer
+from samestep.torch_internals import step_without_hooks
 
 ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
@@ -59,9 +54,8 @@ class Shard:
     ) -> None:
         self.optimizer = optimizer
         initial = optimizer.state_dict()  # Adagrad has state before its first step
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        self.contents = contents = Contents(optimizer)
+        parameters = contents.parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
@@ -71,21 +65,21 @@ class Shard:
         ]
         self.across = exchanges[0].across
         self._check: Callable[[], None] | None = None  # of the next update
-        self.flat_buffers = [FlatBuffer(exchange, optimizer) for exchange in exchanges]
+        self.flat_buffers = [FlatBuffer(exchange, contents) for exchange in exchanges]
         firsts = {
             self._index(buffer, segment.fragments[0]): segment.parameter
             for buffer in self.flat_buffers
             for segment in buffer.segments
         }
         # a segment of several parameters has the place of its first one
-        for group, indices in zip(optimizer.param_groups, self._group_indices, strict=True):
-            group["params"] = [firsts[index] for index in indices if index in firsts]
+        updated = [[firsts[n] for n in indices if n in firsts] for indices in self._group_indices]
+        contents.divide(updated, self)
         if initial["state"]:
             self.load_state_dict(initial)
         optimizer.register_step_pre_hook(self._before_step)
-        # no other hook can write this worker's slice before it is sent
-        self.sends_first = all(map(is_own_hook, step_post_hooks(optimizer)))
         optimizer.register_step_post_hook(self._gather)
+        contents.nest_hooks()
+        contents.close()
 
     def _index(self, buffer: FlatBuffer, fragment: Fragment) -> int:
         """Return the index that a fragment's parameter had in the unsharded optimizer."""
@@ -126,13 +120,12 @@ class Shard:
     def _update_early(self) -> None:
         """Update parameters whose gradients have arrived while those of others arrive.
 
-        The optimizer leaves out parameters without a gradient. Hooks of others may count on a
-        single update.
+        The optimizer leaves out parameters without a gradient. Hooks run once, before all of them.
         """
         update = step_without_hooks(self.optimizer)
         # each arrives after those behind it; the caller updates the last one
         order = [buffer for buffer in self.flat_buffers[::-1] if buffer.arriving]
-        if update is None or not all(map(is_own_hook, step_pre_hooks(self.optimizer))) or not order:
+        if update is None or not order:
             return
         # [buffers, segments] placeholders, given back to one buffer at a time
         placeholders = [
@@ -184,7 +177,7 @@ class Shard:
         counters = {
             self._index(buffer, fragment): {
                 name: value.tolist() if isinstance(value, Tensor) else value
-                for name, value in self.optimizer.state.get(segment.parameter, {}).items()
+                for name, value in self.contents.state.get(segment.parameter, {}).items()
                 if not is_elementwise(name, value)
             }
             for buffer, segment, fragment in ends
@@ -197,7 +190,7 @@ class Shard:
         state: dict[int, dict[str, Any]] = {}
         for buffer in self.flat_buffers:
             for segment in buffer.segments:
-                values = self.optimizer.state.get(segment.parameter, {})
+                values = self.contents.state.get(segment.parameter, {})
                 for fragment in filter(None, map(buffer.own_part, segment.fragments)):
                     if entry := _fragment_state(fragment, segment, values, buffer):
                         state[self._index(buffer, fragment)] = entry
@@ -223,10 +216,11 @@ class Shard:
                 if first is not None:
                     values[number] = {name: _joined(name, segment, of, buffer) for name in first}
         groups = [
-            {**saved, "params": [numbers[id(parameter)] for parameter in group["params"]]}
-            for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True)
+            {**saved, "params": [numbers[id(parameter)] for parameter in parameters]}
+            for saved, parameters in zip(state["param_groups"], self.contents.updated, strict=True)
         ]
-        load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
+        with self.contents.opened():
+            load_optimizer(self.optimizer, {"state": values, "param_groups": groups})
 
 
 def _fragment_state(
@@ -262,18 +256,6 @@ def _scalar_state(values: Mapping[str, Any] | None) -> dict[str, str] | None:
     if values is None:
         return None
     return {name: str(value) for name, value in values.items() if not is_elementwise(name, value)}
-
-
-def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a `state_dict`; keep the dtypes of scalars, which torch casts to the parameter's."""
-    optimizer.load_state_dict(dict(state))
-    for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, number in zip(group["params"], loaded["params"], strict=True):
-            values = state["state"].get(number, {})
-            for name in SCALAR_STATE & values.keys():
-                if isinstance(values[name], Tensor):
-                    target = optimizer.state[parameter]
-                    target[name] = values[name].to(target[name].device, copy=True)
 
 
 def choose_across(parameters: Parameters, world: World) -> Across:
@@ -316,7 +298,7 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             f"this {name} has state already; shard it before its first step, and load state through"
             " run.track"
         )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     devices = {str(parameter.device) for parameter in parameters}
     if len(devices) > 1:
         raise OptimizerError(

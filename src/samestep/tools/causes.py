@@ -25,7 +25,8 @@ CAUSES: Final = {
     "variables": "{}: not tracked, so it starts over when the run resumes; pass an object to "
     "run.track, and keep a number in one, or use run.step and run.epoch",
     "untracked": "state that is not tracked and starts over when the run resumes: an object that "
-    "is missing in run.track, a variable that counts, an attribute of the data set, or a file",
+    "is missing in run.track, a variable that counts or keeps the best value or weights, an "
+    "attribute of the data set, or a file",
     # only the number of loader processes differs
     "loaders": "a data set that is not the same in loader processes: an attribute or list that the "
     "script changes, a file or connection opened before the loop, or samples that depend on the "

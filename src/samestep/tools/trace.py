@@ -20,7 +20,7 @@ import torch
 from samestep.data.generators import OBSERVED
 from samestep.data.loader import LOADERS
 from samestep.errors import RecordError, VerifyError
-from samestep.plugins.observer import KILL
+from samestep.plugins.observer import END, KILL
 from samestep.record.source import STARTS
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
@@ -74,13 +74,16 @@ class StepTrace:
 class RunTrace:
     """The traces of a run, and how it differs from the others (`Difference.between`).
 
-    `lost` has the variables that started over when the run was resumed, by the step of the kill.
+    `lost` has the variables that started over when the run was resumed, by the step of the kill;
+    `lost_at_end` those that differ when the script ends. `has_ended` says that it was not stopped.
     """
 
     title: str
     steps: Sequence[StepTrace]
     between: Between = "workers"
     lost: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    lost_at_end: Sequence[str] = ()
+    has_ended: bool = True
 
 
 class ScriptTracer:
@@ -124,7 +127,8 @@ class ScriptTracer:
                 title, between = f"{title}, loader_workers={loaders}", "loaders"
             if not graphs:
                 title, between = f"{title}, graphs=off", "graphs"
-            return RunTrace(title, read_traces(directory), between)
+            has_ended = read_run(directory)[-1]["event"] != "stopped"
+            return RunTrace(title, read_traces(directory), between, has_ended=has_ended)
 
     def _note(self, entries: Sequence[Mapping[str, Any]], size: RunSize, title: str) -> None:
         """Keep what the workers of a run observed."""
@@ -155,6 +159,7 @@ class ScriptTracer:
                 title += f", killed after step {step}, n={size}"
             else:
                 self._finish(size, directory, resume)
+                size_after[END] = str(size)
             lost = {
                 entry["step"]: starting_over(
                     self._variables, size_after[entry["step"]], entry["step"], entry["values"]
@@ -162,7 +167,8 @@ class ScriptTracer:
                 for entry in read_entries(directory)
                 if entry["kind"] == "state" and entry["is_first"] and entry["step"] in size_after
             }
-            return RunTrace(title, read_traces(directory), "resume", lost)
+            at_end = lost.pop(END, [])
+            return RunTrace(title, read_traces(directory), "resume", lost, at_end)
 
     def _run_until_killed(
         self, size: RunSize, directory: Path, resume: str, step: int, place: str

@@ -19,6 +19,11 @@ from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, expla
 # the fourth one captures (`WARM_UP_CALLS` in plugins/graph_choice.py)
 STEPS_WITH_GRAPHS: Final = 4
 
+STOPPED: Final = (
+    "Note: the script was stopped before its end, so what it does there was not compared, such as"
+    " loading its best weights; use more --steps than it has"
+)
+
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import RunSize, RunTrace, ScriptTracer
 
@@ -155,10 +160,22 @@ def print_report(
     if difference is None:
         if note:
             print(note)
+        if not all(run.has_ended for run in runs):
+            print(STOPPED)
         print(colored("the same at every step:", GREEN, sys.stdout), ", ".join(titles))
         return 0
     print(f"{colored('DIFFERENT', RED, sys.stdout)}, first at {difference}")
     return 1
+
+
+def variables_before(step: int, run: RunTrace) -> Sequence[str]:
+    """Return those that started over at the newest kill before a step, or else differ at the end.
+
+    What a script does when it ends belongs to its last step.
+    """
+    kills = sorted((kill for kill in run.lost if kill < step), reverse=True)
+    lost = next((run.lost[kill] for kill in kills if run.lost[kill]), ())
+    return lost or (run.lost_at_end if step == run.steps[-1].step else ())
 
 
 def first_difference(
@@ -184,8 +201,7 @@ def first_difference(
                 continue
             same = first.hashes.keys() - set(names)
             difference = Difference(step, names, same, run.between)
-            kills = [kill for kill in run.lost if kill < step]
-            variables = run.lost[max(kills)] if kills else ()
+            variables = variables_before(step, run)
             lines = explain(difference, observations, buffers=buffers, variables=variables)
             between = f"{difference.first!r} differs between {first_run.title} and {run.title}"
             return "\n".join([f"step {step}: {between}", *lines])
