@@ -13,16 +13,16 @@ from tests.house.test_mirror import PACKAGE
 SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
-    "data": 3_970,
-    "step": 6_250,
+    "data": 4_090,
+    "step": 6_410,
     "comm": 4_730,
     "cluster": 690,
     "snapshot": 5_080,
     "record": 2_730,
     "run": 3_910,
-    "": 4_010,
+    "": 4_030,
 }
-PLUGINS = {"guards": 870, "plugins": 2_820}  # what watches a step from outside
+PLUGINS = {"guards": 1_150, "plugins": 2_820}  # what watches a step from outside
 LEAVES = {"integrations": 930, "launch": 3_700, "tools": 2_470, "watch": 3_550}  # programs
 
 

@@ -57,7 +57,8 @@ NO_CONTEXT: Final = nullcontext()  # each lane enters several
 class LossSpec:
     """The loss of a lane: a mean over its items, or a sum to divide by the items of all lanes.
 
-    Without `fn`, the body of a loop over `batch.lanes` computes it, with the variables `body`.
+    Without `fn`, the body of a loop over `batch.lanes` computes it, with the variables `body`, of
+    which it does not set the `variables` itself.
     `count` counts the items of a lane batch (default: its samples, as `samples_in` counts them).
     With `embed`, it is the loss of what `embed` returns for all lanes.
     """
@@ -68,6 +69,7 @@ class LossSpec:
     reduction: Reduction = "mean"
     embed: LossFn | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
