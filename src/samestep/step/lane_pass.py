@@ -148,11 +148,16 @@ class StepPlugins:
     """The plugins of a run, of which each step calls what they have."""
 
     def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
+        self._all = plugins
         having = partial(overriding, plugins, StepPlugin)
         self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
         self._loss = having("loss")
         self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
         self._blocks = having("blocks")
+
+    def without(self, plugin: StepPlugin) -> StepPlugins:
+        """Return the others, after a plugin has seen enough."""
+        return StepPlugins([each for each in self._all if each is not plugin])
 
     def begin(self, lane_pass: LanePass) -> None:
         """Prepare all of them for a step."""
