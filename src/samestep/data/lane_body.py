@@ -176,7 +176,8 @@ def kept_by(frame: FrameType, variables: Mapping[str, Any]) -> dict[str, Any]:
     for name, part in paths:
         value = variables.get(name)
         value = vars(value).get(part) if isinstance(value, ModuleType) else value
-        if not isinstance(value, NO_HOLDERS):
+        # a batch of samestep would keep its loader processes alive
+        if not (isinstance(value, NO_HOLDERS) or type(value).__module__.startswith("samestep.")):
             kept[f"{name}.{part}" if part else name] = value
     return kept
 

@@ -40,7 +40,7 @@ MOST_CLOSURES: Final = 16
 FEWEST_HASHED: Final = 16  # tensors whose bits a call compares
 PASS_CALLS: Final = 16  # that compare the bits of all tensors
 REGISTERED: Final = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
-OF_BODY: Final = re.compile(r"^body\['([^']*)'\]")
+OF_BODY: Final = re.compile(r"""^body\[(['"])(.*?)\1\]""")
 MOST_PARTS: Final = 64  # of a value that a lane replaces
 DEPTH: Final = 3  # of its parts
 MOST_BYTES: Final = 2**24  # of an array that is compared
@@ -355,7 +355,7 @@ def code_of(function: Any) -> Any:
 
 def readable(reference: Reference) -> str:
     """Return the name of a tensor, for messages."""
-    return OF_BODY.sub(r"\1", REGISTERED.sub(r".\1", reference.name))
+    return OF_BODY.sub(r"\2", REGISTERED.sub(r".\1", reference.name))
 
 
 def is_plain(value: Any) -> bool:
