@@ -176,7 +176,8 @@ class LaneState(StepPlugin):
                 f"a lane changed the parameter {parameter}, in the loss"
                 " function or the model: workers compute different lanes, so its values would"
                 " depend on their number. What updates parameters, such as the moving average of a"
-                " teacher, belongs in the body of the loop, after optimizer.step()"
+                " teacher, belongs in the body of the loop, after optimizer.step(). What"
+                " initializes them from samples, such as ActNorm, belongs before run.replicate"
             )
         name = next(readable(reference) for reference, each in marks.others if each is value)
         kind = "array" if isinstance(value, np.ndarray) else "tensor"
