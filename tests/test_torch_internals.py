@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -501,3 +503,10 @@ def test_a_device_may_recover_from_a_capture():
     assert hasattr(torch._C, "_cuda_endAllocateToPool")
     assert hasattr(torch.Generator, "graphsafe_set_state")
     assert hasattr(torch.Generator, "clone_state")
+
+
+def test_arrays_are_read_before_they_become_tensors():
+    array, original = np.ones(2), torch.from_numpy
+    with internals.reading_arrays(lambda value: value.array):
+        assert torch.from_numpy(SimpleNamespace(array=array)).sum() == 2
+    assert torch.from_numpy is original

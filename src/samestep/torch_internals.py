@@ -61,6 +61,7 @@ NODES: Final = 10_000  # scalars of a loss's graph that are searched for means
 
 # Attributes of every module, such as its hooks, without its buffers, which user code may add to.
 MODULE_ATTRIBUTES: Final = frozenset(vars(Module())) - {"_buffers"}
+MODULE_DICTS: Final = MODULE_ATTRIBUTES | {"_buffers"}
 
 # One call for many tensors, because each call takes microseconds. torch's optimizers use them.
 foreach_add_: Final = torch._foreach_add_
@@ -102,6 +103,20 @@ def without_storage(kind: type[Subclass], like: Tensor) -> Subclass:
     return Tensor._make_wrapper_subclass(  # noqa: SLF001
         kind, like.shape, dtype=like.dtype, device=like.device
     )
+
+
+@contextmanager
+def reading_arrays(read: Callable[[Any], Any]) -> Iterator[None]:
+    """In this block, let `torch.from_numpy` get what `read` returns for its argument.
+
+    It takes arrays only, unlike other functions, which ask an object to become one.
+    """
+    from_numpy = torch.from_numpy
+    torch.from_numpy = lambda ndarray: from_numpy(read(ndarray))
+    try:
+        yield
+    finally:
+        torch.from_numpy = from_numpy
 
 
 def parameters_in(module: Module) -> dict[str, Parameter | None]:

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -195,17 +201,18 @@ def test_floats_that_lanes_only_set_are_allowed():
 
 
 def test_a_hidden_float_that_a_lane_keeps_is_a_number_again():
-    net, kept = Net(), []
+    net, by_lane = Net(), {}
     net.last = net.former = 1.0
 
     def loss_fn(model, rows):
         model.former, loss = model.last, model(rows)
-        kept.append(model.last)
+        by_lane[len(by_lane)] = model.last
         model.last = loss.item()
         return loss
 
     trained(loss_fn, net=net, steps=2)  # all of their lanes are watched
     assert type(net.former) is float  # as snapshots need it
+    kept = [*by_lane.values()]
     assert any(type(value) is not float for value in kept)
     assert kept[-1] + 1 > kept[-1]
     copied = pickle.loads(pickle.dumps(kept))
@@ -340,3 +347,353 @@ def test_a_buffer_that_lanes_register_and_then_change_is_refused():
 
     with pytest.raises(LossError, match=r"a lane changed the tensor .*average"):
         trained(loss_fn, net=Lazy())
+
+
+# What lanes hand on in objects: each returns what updates a state, and returns what a loss reads.
+# The loss function and the body of a loop over lanes call the same.
+
+
+def blend(state, mean):
+    return 0.9 * state + 0.1 * mean
+
+
+@dataclass
+class Stats:
+    mean: object
+    count: int = 0
+
+
+class Pair(NamedTuple):
+    mean: object
+    count: int
+
+
+class Space:
+    """A namespace."""
+
+    mean = torch.zeros(2)
+
+
+class Slots:
+    __slots__ = ("mean",)
+
+
+class RunningMean:
+    """In NumPy, as observations are normalized in reinforcement learning."""
+
+    def __init__(self):
+        self.mean, self.count = np.zeros(2), 1
+
+    def update(self, rows):
+        self.mean = rows.numpy().mean(0)
+
+    def __call__(self):
+        return torch.from_numpy(self.mean)
+
+
+def in_attribute(run):
+    state = SimpleNamespace(mean=torch.zeros(2))
+
+    def update(mean):
+        state.mean = blend(state.mean, mean)
+        return state.mean
+
+    return update
+
+
+def in_class(run):
+    Space.mean = torch.zeros(2)
+
+    def update(mean):
+        Space.mean = blend(Space.mean, mean)
+        return Space.mean
+
+    return update
+
+
+def in_default_of_class(run):
+    class Average:
+        mean = torch.zeros(2)
+
+    average = Average()
+
+    def update(mean):
+        average.mean = blend(average.mean, mean)
+        return average.mean
+
+    return update
+
+
+def in_dict(run):
+    state = {"a": {"mean": torch.zeros(2)}}
+
+    def update(mean):
+        state["a"] = {"mean": blend(state["a"]["mean"], mean)}
+        return state["a"]["mean"]
+
+    return update
+
+
+def in_list(run):
+    means = [torch.zeros(2)]
+
+    def update(mean):
+        means[0] = blend(means[0], mean)
+        return means[0]
+
+    return update
+
+
+def in_dataclass(run):
+    state = [Stats(torch.zeros(2))]
+
+    def update(mean):
+        state[0] = replace(state[0], mean=blend(state[0].mean, mean))
+        return state[0].mean
+
+    return update
+
+
+def in_tuple(run):
+    state = SimpleNamespace(pair=Pair(torch.zeros(2), 0))
+
+    def update(mean):
+        state.pair = Pair(blend(state.pair.mean, mean), state.pair.count + 1)
+        return state.pair.mean
+
+    return update
+
+
+def in_slots(run):
+    state = Slots()
+    state.mean = torch.zeros(2)
+
+    def update(mean):
+        state.mean = blend(state.mean, mean)
+        return state.mean
+
+    return update
+
+
+def in_array(run):
+    state = RunningMean()
+
+    def update(mean):
+        before = state()
+        state.update(mean[None])
+        return before
+
+    return update
+
+
+def in_array_in_place(run):
+    state = RunningMean()
+
+    def update(mean):
+        state.mean += mean.numpy()
+        return state()
+
+    return update
+
+
+def in_scalar_of_numpy(run):
+    state = Stats(np.float64(0))
+
+    def update(mean):
+        state.mean = blend(state.mean, mean.numpy().mean())
+        return float(state.mean)
+
+    return update
+
+
+def in_count(run):
+    state = Stats(None)
+
+    def update(mean):
+        state.count += 1
+        return min(1.0, state.count / 10)
+
+    return update
+
+
+def in_factor(run):
+    state = Stats(None)
+
+    def update(mean):
+        state.count += 1
+        return mean * state.count
+
+    return update
+
+
+def in_queue(run):
+    queue = deque(maxlen=100)
+
+    def update(mean):
+        state = torch.stack([*queue]).mean(0) if queue else mean
+        queue.append(mean)
+        return state
+
+    return update
+
+
+def in_list_of_tuples(run):
+    rows = []
+
+    def update(mean):
+        state = sum(part for part, _ in rows) if rows else mean
+        rows.append((mean, "a text"))
+        return state
+
+    return update
+
+
+STATES = {
+    in_attribute: r"lane \d read .*state\.mean",
+    in_class: r"lane \d read .*Space\.mean",
+    in_default_of_class: r"lane \d read .*average\.mean",
+    in_dict: r"lane \d read .*state\['a'\]\['mean'\]",
+    in_list: r"lane \d read .*means\[0\]",
+    in_dataclass: r"lane \d read .*state\[0\]\.mean",
+    in_tuple: r"lane \d read .*state\.pair\[0\]",
+    in_slots: r"lane \d read .*state\.mean",
+    in_array: r"lane \d read .*state\.mean",
+    in_array_in_place: r"a lane changed the array .*state\.mean in place",
+    in_scalar_of_numpy: r"lane \d read .*state\.mean",
+    in_count: r"lane \d read .*state\.count",
+    in_factor: r"lane \d read .*state\.count",
+    in_queue: r"lane \d read .*queue\[\d\]",
+    in_list_of_tuples: r"lane \d read .*rows\[\d\]\[0\]",
+}
+
+
+# What is right
+
+
+def results(run):
+    """Keep what no lane reads."""
+    state, rows = SimpleNamespace(), []
+
+    def update(mean):
+        state.mean, state.pair, state.logs = mean, (mean, 1), {"loss": float(mean[0])}
+        rows.append((mean, float(mean[0])))
+        return mean
+
+    return update
+
+
+def anew(run):
+    """Set before it is read."""
+    state, stats = {"mean": None, "array": None}, RunningMean()
+
+    def update(mean):
+        state["mean"], state["array"] = mean * 2, mean.numpy() * 2
+        stats.update(mean[None])
+        return state["mean"] + torch.from_numpy(state["array"]) + stats()
+
+    return update
+
+
+def clock(run):
+    """Say how long a lane waited."""
+    state, waits = SimpleNamespace(end=time.time()), []
+
+    def update(mean):
+        waits.append(time.time() - state.end)
+        state.end = time.time()
+        return mean
+
+    return update
+
+
+def caches(run):
+    """Keep what each lane would compute."""
+    tables, state = {}, SimpleNamespace(table=None, size=0)
+
+    def update(mean):
+        if len(mean) not in tables:
+            tables[len(mean)] = np.ones(2)
+        if state.size < len(mean):
+            state.size, state.table = len(mean), torch.arange(2.0)
+        return mean * state.table * torch.from_numpy(tables[len(mean)]) * state.size
+
+    return update
+
+
+def printed_count(run):
+    """Print every second time."""
+    state, shown = Stats(None), []
+
+    def update(mean):
+        state.count += 1
+        if state.count % 2 == 1:
+            shown.append(f"{state.count:3d} {range(state.count)}")
+        return mean
+
+    return update
+
+
+def of_the_step(run):
+    """Read what the body of the loop over batches sets."""
+    state = SimpleNamespace(mean=np.zeros(2), level=1.0, step=0, rows=[torch.zeros(2)])
+
+    def update(mean):
+        if state.step != run.step:
+            state.step = run.step
+        return mean + torch.from_numpy(state.mean) * state.level + state.rows[-1]
+
+    def after():
+        state.mean, state.level = state.mean + 1, state.level * 0.5
+        state.rows.append(state.rows[-1] + 1)
+
+    update.after = after
+    return update
+
+
+RIGHT = (results, anew, clock, caches, printed_count, of_the_step)
+
+
+def trained_with(make, form, steps=4):
+    with ss.init(lanes=4) as run:
+        model, update = run.replicate(Net()), make(run)
+
+        def loss_fn(module, rows):
+            outputs = module.student(rows)
+            return (outputs * update(outputs.detach().double().mean(0))).mean()
+
+        for batch in run.batches(torch.randn(8 * steps, 2), 8, epochs=1):
+            if form == "function":
+                run.backward(loss_fn, model, batch)
+            else:
+                for rows in batch.lanes(model):
+                    outputs = model.student(rows)
+                    factor = update(outputs.detach().double().mean(0))
+                    batch.backward((outputs * factor).mean())
+            getattr(update, "after", int)()
+
+
+FORMS = ("function", "body")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", STATES)
+def test_a_state_in_any_object_is_refused(make, form):
+    with pytest.raises(LossError, match=STATES[make]):
+        trained_with(make, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", RIGHT)
+def test_what_depends_on_no_other_lane_is_allowed(make, form):
+    trained_with(make, form, steps=9)  # which are searched a second time
+
+
+def test_several_workers_refuse_what_one_refuses():
+    def body():
+        for make in (in_attribute, in_array, in_tuple, in_queue):
+            for form in FORMS:
+                with pytest.raises(LossError, match=STATES[make]):
+                    trained_with(make, form)
+
+    for workers in (2, 4):
+        run_workers(body, workers)

@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from samestep.data.generators import ForeignGenerators
+from samestep.data.lane_body import kept_by
 from samestep.data.lane_loop import LaneLoop
 from samestep.data.nested import mapped, parts_of
 from samestep.data.origin import Origin
@@ -39,8 +40,8 @@ NO_LANE: Final = (
 )
 
 
-# of a batch, modules, options and the variables of the loop's body; also returns whether several
-# workers may share the bodies
+# of a batch, modules, options, the variables of the loop's body, and those that it keeps; also
+# returns whether several workers may share the bodies
 BeginLanes = Callable[..., tuple[Generator[Any, Any, Any], bool]]
 
 
@@ -130,8 +131,10 @@ class Batch:
             raise DataError("batch.lanes needs a batch of a loop over run.batches or run.streams")
         self._means = None
         frame = sys._getframe(1)  # noqa: SLF001 (there is no public way)
-        options = {"count": count, "reduction": reduction, "embed": embed}
-        steps, is_shared = self._begin(self, modules, variables=_variables(frame), **options)
+        variables = _variables(frame)
+        options: dict[str, Any] = {"count": count, "reduction": reduction, "embed": embed}
+        options |= {"variables": variables, "kept": kept_by(frame, variables)}
+        steps, is_shared = self._begin(self, modules, **options)
         loop = LaneLoop(steps, self._end_lanes, is_shared=is_shared)
         self._loop = ref(loop)
         return loop

@@ -12,20 +12,22 @@ import dis
 import linecache
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from inspect import getattr_static
 from itertools import islice
 from numbers import Number
-from types import CodeType, FrameType, FunctionType, NoneType
+from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from samestep.data.lane_flow import DATA, OF_LOOP, Effects, Flow, Path, is_within, path_of
-from samestep.data.search import own_dict
+from samestep.data.search import is_part, own_dict
 from samestep.host import parse
-from samestep.user_code import is_users
+from samestep.torch_internals import versions_of
+from samestep.user_code import FROZEN, is_users
 
 MOST_FILES: Final = 16
 MOST_BODIES: Final = 1024
@@ -40,6 +42,8 @@ MISSING: Final = object()
 NOTHING: Final[Mapping[Path, bool]] = {}
 # by path, with what changes if one is changed in place
 Variables = dict[Path, tuple[Any, list[Any]]]
+NO_HOLDERS: Final = (*SCALARS, Tensor, ModuleType)
+_kept: dict[tuple[CodeType, int], list[tuple[str, str]]] = {}  # names, and parts of modules
 _bodies: dict[tuple[CodeType, int], Body] = {}
 
 
@@ -195,6 +199,49 @@ def _loops_of(source: str) -> list[ast.For] | None:
     return [node for node in ast.walk(tree) if isinstance(node, ast.For)] if source else None
 
 
+def kept_by(frame: FrameType, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those variables that the body of the loop in a frame reads and does not set itself.
+
+    Without numbers, texts and tensors, and without packages. Of modules of the user, their parts.
+    """
+    key = frame.f_code, frame.f_lineno
+    if (paths := _kept.get(key)) is None:
+        if len(_kept) == MOST_BODIES:
+            _kept.clear()
+        paths = _kept[key] = [
+            path for name in _kept_names(frame) for path in _paths_in(name, variables.get(name))
+        ]
+    kept = {}
+    for name, part in paths:
+        value = variables.get(name)
+        value = vars(value).get(part) if isinstance(value, ModuleType) else value
+        # a batch of samestep would keep its loader processes alive
+        if not (isinstance(value, NO_HOLDERS) or type(value).__module__.startswith("samestep.")):
+            kept[f"{name}.{part}" if part else name] = value
+    return kept
+
+
+def _paths_in(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield a variable, or all parts of a module of the user."""
+    if not isinstance(value, ModuleType):
+        yield name, ""
+    elif is_users(getattr(value, "__file__", None) or FROZEN):
+        yield from ((name, part) for part, each in vars(value).items() if is_part(each))
+
+
+def _kept_names(frame: FrameType) -> list[str]:
+    """Return the names that a loop reads and does not set; all names if `frame` is at no loop."""
+    loops = _loops_of("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    line, code = frame.f_lineno, frame.f_code
+    at_line = [each for each in loops or [] if each.lineno <= line <= (each.iter.end_lineno or 0)]
+    if not at_line:  # such as `lanes = batch.lanes(model)`
+        return [*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars]
+    statement = max(at_line, key=lambda each: each.lineno)
+    names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return sorted({node.id for node in names} - stored)
+
+
 def _begin(flow: Flow, frame: FrameType, target: ast.expr, source: ast.expr, loop: object) -> None:
     """Set the variables of the loop's target: parts of the lane batch, or of what goes beside it.
 
@@ -275,7 +322,10 @@ def _value_of(frame: FrameType, path: Path) -> Any:
     value = frame.f_locals.get(name, frame.f_globals.get(name, MISSING))
     for key in keys:
         if key.startswith("."):
-            value = own_dict(value).get(key[1:], MISSING)
+            attributes, attribute = own_dict(value), key[1:]
+            value = (
+                attributes[attribute] if attribute in attributes else _of_class(value, attribute)
+            )
         elif type(value) in {list, tuple, dict}:
             try:
                 value = value[ast.literal_eval(key[1:-1])]
@@ -286,8 +336,16 @@ def _value_of(frame: FrameType, path: Path) -> Any:
     return value
 
 
+def _of_class(owner: Any, name: str) -> Any:
+    """Return an attribute that all objects of a class have, such as a default; not a method."""
+    value = getattr_static(owner if isinstance(owner, type) else type(owner), name, MISSING)
+    return value if isinstance(value, (*SCALARS, *CONTAINERS, Tensor)) else MISSING
+
+
 def _contents(value: Any) -> list[Any]:
-    """Return what changes if a container or an array is changed in place."""
+    """Return what changes if a container, an array or a tensor is changed in place."""
+    if isinstance(value, Tensor):
+        return versions_of([value])
     if isinstance(value, np.ndarray):
         return [value.tobytes()] if value.nbytes <= MOST_BYTES else []
     if not isinstance(value, CONTAINERS):

@@ -7,10 +7,12 @@ user's functions. It is bounded: a data set of many objects is not searched to t
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
+from argparse import Namespace
 from collections import ChainMap, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -22,6 +24,7 @@ from types import (
     GeneratorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
 )
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +49,11 @@ _PLAIN: Final = (
     str, bytes, int, float, complex, type(None), type, ModuleType, np.ndarray, np.generic,
     torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
+STATE: Final = (torch.Tensor, float, int, np.ndarray, np.number)  # what lanes may update
+_OPTIMIZERS: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _CONTAINERS: Final = (dict, list, tuple, deque)
+NAMESPACES: Final = (SimpleNamespace, Namespace)  # of the standard library, for anything
+NO_FILE: Final = os.__file__  # of a module that is not the user's
 _OPAQUE: Final = {*sys.stdlib_module_names, "samestep"}  # modules of objects with own attributes
 
 
@@ -93,7 +100,8 @@ def walk(**roots: Any) -> Iterator[Found]:
 class Search(Iterator[Found]):
     """A search of what the roots reach, breadth first, which may go on later.
 
-    With `only_state`, parts are tensors, floats, and what may hold some.
+    With `only_state`, parts are tensors, arrays, numbers, and what may hold some. Classes of the
+    user are searched then, too, but not optimizers, which lanes do not change.
     """
 
     def __init__(
@@ -172,7 +180,7 @@ class Search(Iterator[Found]):
 
     def _kind_of(self, kind: type) -> _Kind:
         if (found := self._kinds.get(kind)) is None:
-            found = self._kinds[kind] = _Kind.of(kind)
+            found = self._kinds[kind] = _Kind.of(kind, only_state=self._only_state)
             if self._only_state and found.is_plain and not found.is_state:
                 self._skipped.add(kind)
         return found
@@ -203,15 +211,13 @@ class Search(Iterator[Found]):
         for attribute, part in islice(attributes.items(), MOST_ENTRIES):
             if type(part) in self._skipped:
                 continue
+            if type(part) is int and self._only_state and kind.is_user is False:  # such as a size
+                continue
             # a module has 20 dicts of its own, mostly of hooks and mostly empty
             is_empty = self._only_state and type(part) in {dict, OrderedDict} and not part
             if not (is_empty and kind.is_module and attribute in MODULE_ATTRIBUTES):
                 yield Reference(f"{name}.{attribute}", getitem, attributes, attribute)
-        for member, of_class in kind.members:
-            if isinstance(of_class, FunctionType):
-                yield from _function_parts(f"{name}.{member}", of_class)
-            else:  # a slot, or a generator of the class
-                yield Reference(f"{name}.{member}", getattr, value, member)
+        yield from _members_of(name, value, kind)
 
 
 @dataclass(frozen=True)
@@ -226,33 +232,53 @@ class _Kind:
     has_attributes: bool
     container: type | None
     parts: Callable[[str, Any], Iterator[Reference]] | None
-    members: list[tuple[str, Any]]  # slots and generators, and functions of the user
+    # slots and generators, and functions of the user; state with the class that has it
+    members: list[tuple[str, Any, type | None]]
 
     @classmethod
-    def of(cls, kind: type) -> _Kind:
+    def of(cls, kind: type, *, only_state: bool) -> _Kind:
         """Return how the search goes on from the objects of a class."""
         of_module = kind.__module__.partition(".")[0]
         is_builtin = of_module == "builtins"
         is_iterator = of_module in {"builtins", "itertools"} and hasattr(kind, "__next__")
         parts = next((parts for kinds, parts in _PARTS if issubclass(kind, kinds)), None)
         container = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-        has_attributes = of_module not in _OPAQUE
+        is_namespace = issubclass(kind, NAMESPACES)
+        has_attributes = of_module not in _OPAQUE or is_namespace
         is_plain = issubclass(kind, _PLAIN)
+        if only_state:
+            has_attributes = has_attributes and not issubclass(kind, _OPTIMIZERS)
+            is_plain = is_plain and not issubclass(kind, type)
+        is_own = not is_builtin and not is_installed(kind)
         return cls(
             is_plain=is_plain,
-            is_state=issubclass(kind, torch.Tensor) or kind is float,
+            is_state=issubclass(kind, STATE) and kind is not bool,
             is_generator=issubclass(kind, KINDS),
             is_module=issubclass(kind, torch.nn.Module),
             is_user=(
                 None
-                if is_builtin or issubclass(kind, (list, dict, deque, partial))
-                else not is_installed(kind)
+                if is_builtin or is_namespace or issubclass(kind, (list, dict, deque, partial))
+                else is_own
             ),
             has_attributes=has_attributes,
             container=container,
             parts=parts or (_iterator_parts if is_iterator else None),
-            members=[] if is_plain or not has_attributes else [*_class_members(kind)],
+            members=(
+                []
+                if is_plain or not has_attributes
+                else [*_class_members(kind, has_state=only_state and is_own)]
+            ),
         )
+
+
+def _members_of(name: str, value: Any, kind: _Kind) -> Iterator[Reference]:
+    for member, of_class, owner in kind.members:
+        if isinstance(of_class, FunctionType):
+            yield from _function_parts(f"{name}.{member}", of_class)
+        elif owner is None:  # a slot, or a generator of the class
+            yield Reference(f"{name}.{member}", getattr, value, member)
+        elif member not in own_dict(value):  # the state of the class
+            yield Reference(f"{name}.{member}", getattr, owner, member)
 
 
 def _method_parts(name: str, method: Any) -> Iterator[Reference]:
@@ -265,19 +291,38 @@ def _iterator_parts(name: str, iterator: Any) -> Iterator[Reference]:
         yield Reference(f"{name} {number}", getitem, [referent], 0)
 
 
-def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield slots, generators of the class, and functions of the user, with their names."""
+def _class_members(kind: type, *, has_state: bool) -> Iterator[tuple[str, Any, type | None]]:
+    """Yield slots, generators of the class, functions of the user, and state, with their names."""
     for base in kind.__mro__:
+        has_own_state = has_state and not is_installed(base)
         slots = base.__dict__.get("__slots__", ())
-        yield from ((slot, None) for slot in ((slots,) if isinstance(slots, str) else slots))
+        yield from ((slot, None, None) for slot in ((slots,) if isinstance(slots, str) else slots))
         for name, member in vars(base).items():
             # functions first: a module has 100, mostly of torch, and asking whether an object is
             # one of KINDS calls Python code of torch
             if isinstance(member, FunctionType):
                 if is_users(member.__code__.co_filename):
-                    yield name, member
+                    yield name, member, None
             elif isinstance(member, KINDS):
-                yield name, member
+                yield name, member, None
+            elif has_own_state and not name.startswith("__") and _may_be_state(member):
+                yield name, member, base
+
+
+def _class_parts(name: str, kind: type) -> Iterator[Reference]:
+    """Yield what a class of the user holds, which may be a namespace, and its functions reach."""
+    if not is_installed(kind):
+        for member, value in list(vars(kind).items()):
+            is_wrapped = isinstance(value, (staticmethod, classmethod))
+            content = value.__func__ if is_wrapped else value
+            if isinstance(content, FunctionType):
+                yield from _function_parts(f"{name}.{member}", content)
+            elif not member.startswith("__") and _may_be_state(content):
+                yield Reference(f"{name}.{member}", getattr, kind, member)
+
+
+def _may_be_state(value: Any) -> bool:
+    return isinstance(value, (*STATE, *_CONTAINERS)) and not isinstance(value, bool)
 
 
 def is_metric(value: Any) -> bool:
@@ -320,12 +365,29 @@ def _global_parts(code: CodeType, names: dict[str, Any]) -> Iterator[Reference]:
     module = str(names.get("__name__")).replace("__mp_main__", "__main__")
     for name in code.co_names:
         value = names.get(name)
-        is_state = isinstance(value, (torch.Tensor, float))
-        if is_state or not isinstance(value, _PLAIN):  # nor None
+        if isinstance(value, ModuleType):
+            if is_users(getattr(value, "__file__", None) or NO_FILE):
+                yield from _module_parts(name, value, code.co_names)
+        elif is_part(value):
             yield Reference(f"{module}.{name}", getitem, names, name)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _global_parts(constant, names)
+
+
+def is_part(value: Any) -> bool:
+    """Return whether a variable may be, or hold, a state: not a text, nor None, nor a package."""
+    if isinstance(value, (type, bool)):
+        return isinstance(value, type) and not is_installed(value)
+    return isinstance(value, STATE) or not isinstance(value, _PLAIN)
+
+
+def _module_parts(name: str, module: ModuleType, used: Iterable[str]) -> Iterator[Reference]:
+    """Yield those names of a module of the user that a function may use."""
+    names = vars(module)
+    for part in used:
+        if part in names and is_part(names[part]):
+            yield Reference(f"{name}.{part}", getitem, names, part)
 
 
 def _frame_parts(name: str, generator: GeneratorType[Any, Any, Any]) -> Iterator[Reference]:
@@ -352,5 +414,6 @@ def _global_generators() -> set[int]:
 _PARTS: Final[Sequence[tuple[Any, Callable[[str, Any], Iterator[Reference]]]]] = (
     (FunctionType, _function_parts),
     ((MethodType, BuiltinMethodType, partial), _method_parts),
+    (type, _class_parts),
     (GeneratorType, _frame_parts),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from samestep.guards.blocks import BlockState
+from samestep.guards.kept_attributes import KeptAttributes
 from samestep.guards.lane_state import LaneState
 from samestep.guards.loss_graph import DivisorCheck, UnnamedParameters
 from samestep.guards.metric_guard import MetricGuard
@@ -14,13 +15,14 @@ from samestep.step.lane_pass import StepPlugin
 
 def plugins_of(engine: LaneEngine) -> list[StepPlugin]:
     """Return what watches the steps of an engine; a single lane may do almost anything."""
-    plugins: list[StepPlugin] = [UnnamedParameters(engine)]
+    modules = engine.models.modules
+    plugins: list[StepPlugin] = [UnnamedParameters(engine), KeptAttributes(engine)]
     if engine.config.recheck_every:
-        plugins.append(Recheck(engine, engine.models.modules, engine.shards))
+        plugins.append(Recheck(engine, modules, engine.shards))
     if engine.lanes == 1:  # it has all samples, on the only worker
         return plugins
     reach = Reach(
-        engine.models.modules,
+        modules,
         engine.config.check_every,
         engine.buffers.places,
         engine.world.wait_for_gpu,

@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
-from types import GeneratorType
+from operator import getitem
+from types import BuiltinMethodType, GeneratorType, MethodType
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from samestep.data.search import Found, Reference, Search, is_metric, own_dict
+from samestep.data.search import NAMESPACES, Found, Reference, Search, is_metric, own_dict
 from samestep.step.hashing import hashes_of
 from samestep.step.lane_pass import LanePass, StepPlugin
-from samestep.torch_internals import MODULE_ATTRIBUTES, versions_of
+from samestep.torch_internals import MODULE_ATTRIBUTES, MODULE_DICTS, versions_of
+from samestep.user_code import is_installed
 
 WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
 MOST_OBJECTS: Final = 48  # that a later call searches
@@ -36,6 +40,11 @@ MOST_CLOSURES: Final = 16
 FEWEST_HASHED: Final = 16  # tensors whose bits a call compares
 PASS_CALLS: Final = 16  # that compare the bits of all tensors
 REGISTERED: Final = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
+OF_BODY: Final = re.compile(r"""^body\[(['"])(.*?)\1\]""")
+MOST_PARTS: Final = 64  # of a value that a lane replaces
+DEPTH: Final = 3  # of its parts
+MOST_BYTES: Final = 2**24  # of an array that is compared
+FIXED: Final = (tuple, GeneratorType, partial, MethodType, BuiltinMethodType)  # in their parts
 Place = tuple[int, Any]  # the id of a reference's owner, and the key there
 
 
@@ -46,7 +55,8 @@ class _Pass:
     search: Search
     first_call: int
     tensors: list[Reference] = field(default_factory=list)
-    numbers: list[Reference] = field(default_factory=list)
+    values: list[Reference] = field(default_factory=list)  # numbers and arrays, and what has some
+    sequences: list[Reference] = field(default_factory=list)  # lists and deques
     metrics: dict[int, tuple[str, Any]] = field(default_factory=dict)  # by id, with their names
     containers: list[Any] = field(default_factory=list)  # lists, dicts, attributes of objects
     lengths: list[int] = field(default_factory=list)  # of the containers, when they were found
@@ -54,19 +64,20 @@ class _Pass:
 
     def add(self, roots: Mapping[str, Any]) -> None:
         """Search what these roots reach, too."""
-        if roots["embed"] is None:
-            self.search.add(roots)
-        else:  # then all workers call the loss function the same way, so it may update metrics
-            self.of_all["loss_fn"] = roots["loss_fn"]
-            self.search.add({name: root for name, root in roots.items() if name != "loss_fn"})
+        variables = roots["variables"]  # of the body of a loop
+        of_lanes = {name: root for name, root in roots.items() if root is not variables}
+        if roots["embed"] is not None:
+            # then all workers call the loss function the same way, so it may update metrics
+            self.of_all["loss_fn"] = of_lanes.pop("loss_fn")
+        self.search.add(of_lanes)
+        self.search.add(variables)
 
     def go_on(self, most: int | None) -> bool:
         """Search `most` further objects, or all; return whether the search is complete."""
         for found in islice(self.search, most):
             self._note(found)
-            is_of_body = found.reference.name.startswith("body")  # which has a guard of its own
-            if is_metric(found.value) and not is_of_body:
-                self.metrics.setdefault(id(found.value), (found.reference.name, found.value))
+            if is_metric(found.value):
+                self.metrics.setdefault(id(found.value), (readable(found.reference), found.value))
         if self.search.is_complete and self.of_all:  # not what lanes reach, too
             self.search.add(self.of_all)
             self.of_all = {}
@@ -75,9 +86,9 @@ class _Pass:
         return self.search.is_complete
 
     def _note(self, found: Found) -> None:
-        """Note the tensors and floats that an object holds, where others can be put.
+        """Note the tensors and values that an object holds, where others can be put.
 
-        Floats of classes of installed packages are left out: they are settings, and times of
+        Values of classes of installed packages are left out: they are settings, and times of
         progress bars. Of modules, the containers are their attributes and buffers.
         """
         reference, value, parts, is_of_user = found
@@ -89,13 +100,15 @@ class _Pass:
         if container is not None:
             self.containers.append(container)
             self.lengths.append(len(container))
-        if isinstance(value, (tuple, GeneratorType)):
+        if is_of_user and isinstance(value, (list, deque)):
+            self.sequences.append(reference)
+        if isinstance(value, FIXED):
             return
         for part, content in parts:
             if isinstance(content, Tensor):
                 self.tensors.append(part)
-            elif type(content) is float and is_of_user:
-                self.numbers.append(part)
+            elif is_of_user and part.key not in MODULE_DICTS and may_be_replaced(content):
+                self.values.append(part)
 
 
 class Marks(NamedTuple):
@@ -103,12 +116,14 @@ class Marks(NamedTuple):
 
     tensors: list[Tensor]
     hashed: list[Tensor]  # those whose bits are compared in this call
-    others: list[tuple[Reference, Tensor]]  # those that are no parameters
+    others: list[tuple[Reference, Any]]  # those that are no parameters, and arrays
     values: list[list[int]]  # versions and addresses of the tensors, hashes of the hashed ones
+    arrays: list[Any]  # those whose bits are compared in this call
+    hashes: list[int]  # of the arrays
 
 
 class Reach(StepPlugin):
-    """The parameters, other tensors, floats and metrics that lanes reach."""
+    """The parameters, other tensors, arrays, numbers and metrics that lanes reach."""
 
     def __init__(
         self,
@@ -124,7 +139,7 @@ class Reach(StepPlugin):
         self._modules, self._every = modules, check_every
         self._buffers, self._wait_for_gpu = buffers, wait_for_gpu
         self.places: dict[Place, Reference] = {}  # of tensors that are no parameters
-        self.numbers: dict[Place, Reference] = {}  # of floats
+        self.values: dict[Place, Reference] = {}  # of numbers, arrays, and what has some
         self.looks_again = False  # after the first lane of this call
         self.begins_to_watch = False  # in this call
         self._roots: dict[str, Any] = {}
@@ -142,8 +157,9 @@ class Reach(StepPlugin):
         """Find what lanes reach, before those of a step; all of it if the loss function is new."""
         loss = lane_pass.loss
         # a body that gets the embeddings of all lanes does the same on all workers
-        body = loss.body if loss.embed is None else {}
+        body, variables = (loss.body, loss.variables) if loss.embed is None else ({}, {})
         roots = {"loss_fn": loss.fn, "embed": loss.embed, "model": loss.model, "body": body}
+        roots["variables"] = variables
         self.begins_to_watch = self._find(lane_pass.seed[0], roots)
 
     def _find(self, step: int, roots: Mapping[str, Any]) -> bool:
@@ -169,7 +185,7 @@ class Reach(StepPlugin):
             return False
         self.looks_again = is_unknown or self._current.first_call == self._calls
         if not is_watched:  # such as those of earlier loss functions
-            self.places, self.numbers = {}, {}
+            self.places, self.values = {}, {}
         if is_unknown or self._current is not self._last:
             self._watched_until = self._calls + WATCHED_CALLS - 1
         self._end(self._current)
@@ -203,6 +219,10 @@ class Reach(StepPlugin):
         self.looks_again = False  # no search for a lane that is computed again later
         if self.is_watched:
             self._last.lengths = [*map(len, self._last.containers)]
+        if self.is_last_watched:  # hold only what is compared in later calls
+            self._last.sequences.clear()
+            is_kept = {place: is_array(each.value()) for place, each in self.values.items()}
+            self.values = {place: self.values[place] for place in is_kept if is_kept[place]}
 
     def metrics(self, loss_fn: Any) -> Sequence[tuple[str, Any]]:
         """Return the metrics that lanes reach, with their names, also by a new closure."""
@@ -225,13 +245,22 @@ class Reach(StepPlugin):
         ]
         tensors = [tensor for tensor, _ in self._parameters.values()]
         tensors += [tensor for _, tensor in others]
+        arrays: list[Any] = []
+        if self._hashed == 0:  # at the start of a comparison
+            found = [(reference, reference.value()) for reference in self.values.values()]
+            others += [(reference, value) for reference, value in found if is_array(value)]
+            arrays = [value for _, value in found if is_array(value)]
         hashed = self._next_hashed(tensors)
         if hashed:
             self._wait_for_gpu()
-        return Marks(tensors, hashed, others, _values(tensors, hashed))
+        marks = _values(tensors, hashed)
+        return Marks(tensors, hashed, others, marks, arrays, [*map(_hash_of, arrays)])
 
-    def changed(self, marks: Marks) -> Tensor | None:
-        """Return the first tensor that differs from its marks, None if none does."""
+    def changed(self, marks: Marks) -> Any:
+        """Return the first tensor or array that differs from its marks, None if none does."""
+        for array, before in zip(marks.arrays, marks.hashes, strict=True):
+            if _hash_of(array) != before:
+                return array
         values = _values(marks.tensors, marks.hashed)
         if values == marks.values:
             return None
@@ -264,7 +293,7 @@ class Reach(StepPlugin):
         """Return whether a loss function, or a model, is not one of those before."""
         roots = self._roots
         codes = code_of(roots["loss_fn"]), code_of(roots["embed"])
-        key = (*codes, type(roots["model"]), len(self._modules))
+        key = (*codes, type(roots["model"]), len(self._modules), frozenset(roots["variables"]))
         if key in self._known:
             return False
         if len(self._known) == MOST_KNOWN:
@@ -299,8 +328,8 @@ class Reach(StepPlugin):
         found.search.keep_modules()
         buffers = self._buffers()
         registered = set(map(id, buffers.values()))  # a module may hold one under two names
-        for reference in found.numbers:
-            self.numbers[id(reference.owner), reference.key] = reference
+        for reference in found.values:
+            self.values[id(reference.owner), reference.key] = reference
         for reference in found.tensors:
             place, tensor = (id(reference.owner), reference.key), reference.value()
             if isinstance(tensor, Parameter):
@@ -308,8 +337,13 @@ class Reach(StepPlugin):
                     self._parameters.setdefault(id(tensor), (tensor, readable(reference)))
             elif place not in buffers and id(tensor) not in registered:
                 self.places[place] = reference
-        found.numbers.clear()
+        found.values.clear()
         found.tensors.clear()
+
+    @property
+    def sequences(self) -> Sequence[Reference]:
+        """The lists and deques of the last search."""
+        return self._last.sequences
 
 
 def code_of(function: Any) -> Any:
@@ -321,7 +355,7 @@ def code_of(function: Any) -> Any:
 
 def readable(reference: Reference) -> str:
     """Return the name of a tensor, for messages."""
-    return REGISTERED.sub(r".\1", reference.name)
+    return OF_BODY.sub(r"\2", REGISTERED.sub(r".\1", reference.name))
 
 
 def is_plain(value: Any) -> bool:
@@ -332,6 +366,64 @@ def is_plain(value: Any) -> bool:
         and value.device.type != "meta"
         and not (value.is_nested or value.is_inference() or value.is_conj() or value.is_neg())
     )
+
+
+def is_array(value: Any) -> bool:
+    """Return whether it is an array of numbers."""
+    is_number = issubclass(type(value), np.ndarray) and value.dtype.kind in "iufcb"
+    return is_number and value.nbytes <= MOST_BYTES
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether it is a number, an array or a tensor."""
+    return (
+        is_plain(value)
+        or type(value) in {float, int}
+        or isinstance(value, np.number)
+        or is_array(value)
+    )
+
+
+def leaves_in(reference: Reference, depth: int = DEPTH) -> Iterator[Reference]:
+    """Yield references to the leaves in a value, or to a tuple that has some, to replace them."""
+    value = reference.value()
+    if is_leaf(value):
+        yield reference
+    elif depth == 0:
+        return
+    elif isinstance(value, tuple):
+        if any(map(is_leaf, value)):
+            yield reference
+    elif isinstance(value, (list, deque)):
+        for number in range(min(len(value), MOST_PARTS)):
+            part = Reference(f"{reference.name}[{number}]", getitem, value, number)
+            yield from leaves_in(part, depth - 1)
+    elif isinstance(value, dict) or may_be_replaced(value):
+        is_dict = isinstance(value, dict)
+        owner = value if is_dict else own_dict(value)
+        for key in [*islice(owner, MOST_PARTS)]:
+            name = f"{reference.name}[{key!r}]" if is_dict else f"{reference.name}.{key}"
+            yield from leaves_in(Reference(name, getitem, owner, key), depth - 1)
+
+
+def may_be_replaced(value: Any) -> bool:
+    """Return whether a value, or what it has, may be a state: not modules or functions."""
+    return _may_be_replaced(type(value))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=MOST_KNOWN)
+def _may_be_replaced(kind: type) -> bool:
+    if issubclass(kind, (bool, Module, type)):
+        return False
+    if issubclass(kind, (float, int, np.number, np.ndarray, list, tuple, dict, deque)):
+        return True
+    return issubclass(kind, NAMESPACES) or (
+        kind.__module__ != "builtins" and not is_installed(kind)
+    )
+
+
+def _hash_of(array: Any) -> int:
+    return crc32(array.tobytes())
 
 
 def _values(tensors: Sequence[Tensor], hashed: Sequence[Tensor]) -> list[list[int]]:

@@ -115,6 +115,7 @@ class Training:
         reduction: Reduction,
         embed: LossFn | None,
         variables: Mapping[str, Any],
+        kept: Mapping[str, Any],
     ) -> tuple[LaneSteps[Means], bool]:
         """Return the computation of a gradient from losses of the body of a loop.
 
@@ -132,7 +133,7 @@ class Training:
             update = self._joined.setdefault(tuple(map(id, modules)), torch.nn.ModuleList(modules))
         if embed is not None and self.lanes == 1:
             embed = embeddings_of_one_lane(embed)
-        loss = LossSpec(None, update, count, reduction, embed, state_of_body(variables))
+        loss = LossSpec(None, update, count, reduction, embed, state_of_body(variables), kept)
         return self._steps(loss, batch, update), embed is None and self.lanes > 1
 
     def _steps(self, loss: LossSpec, batch: Batch, update: torch.nn.Module) -> LaneSteps[Means]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from samestep.errors import SnapshotError
-from samestep.step.hidden import FloatOfAnotherLane
+from samestep.step.hidden import FloatOfAnotherLane, IntOfAnotherLane
 from samestep.step.layout import TensorSlice
 from samestep.step.optimizer_state import LockedState
 from samestep.torch_internals import STATE_METADATA
@@ -185,8 +185,8 @@ def _encode(value: Any, path: Keys, tensors: Tensors | None) -> Plain:
             f"{'/'.join(path[:3])}/... must be nested at most {DEEPEST} levels deep, and must not "
             "contain itself"
         )
-    if type(value) is FloatOfAnotherLane:  # which a lane has put into a list of results
-        value = float(value)
+    if type(value) in {FloatOfAnotherLane, IntOfAnotherLane}:  # in a list of results
+        value = value.plain()
     if _is_json(value):
         return value  # type: ignore[no-any-return]
     tag = _TAGS.get(type(value))

@@ -133,6 +133,10 @@ class LaneEngine(LaneContext):
         """Let plugins watch all steps, in this order."""
         self.plugins = StepPlugins(plugins)
 
+    def dismiss(self, plugin: StepPlugin) -> None:
+        """Let a plugin watch no further steps."""
+        self.plugins = self.plugins.without(plugin)
+
     def add(self, module: Module, rules: Mapping[str, Rule] | None = None) -> None:
         """Register a replicated module for training, with `rules` for its buffers."""
         self.models.add(module)

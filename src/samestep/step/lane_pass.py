@@ -59,7 +59,8 @@ NO_CONTEXT: Final = nullcontext()  # each lane enters several
 class LossSpec:
     """The loss of a lane: a mean over its items, or a sum to divide by the items of all lanes.
 
-    Without `fn`, the body of a loop over `batch.lanes` computes it, with the variables `body`.
+    Without `fn`, the body of a loop over `batch.lanes` computes it, with the variables `body`, of
+    which it does not set the `variables` itself.
     `count` counts the items of a lane batch (default: its samples, as `samples_in` counts them).
     With `embed`, it is the loss of what `embed` returns for all lanes.
     """
@@ -70,6 +71,7 @@ class LossSpec:
     reduction: Reduction = "mean"
     embed: LossFn | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,16 @@ class StepPlugins:
     """The plugins of a run, of which each step calls what they have."""
 
     def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
+        self._all = plugins
         having = partial(overriding, plugins, StepPlugin)
         self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
         self._loss = having("loss")
         self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
         self._blocks = having("blocks")
+
+    def without(self, plugin: StepPlugin) -> StepPlugins:
+        """Return the others, after a plugin has seen enough."""
+        return StepPlugins([each for each in self._all if each is not plugin])
 
     def begin(self, lane_pass: LanePass) -> None:
         """Prepare all of them for a step."""
