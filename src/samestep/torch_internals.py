@@ -363,15 +363,20 @@ def _shape_of(node: Any) -> tuple[int, ...] | None:
 def _factor_of(node: Any) -> Tensor | float | None:
     """Return the scalar by which a tensor is multiplied or divided, if it has no gradient."""
     before = [before for before, _ in node.next_functions]
+    factor: Tensor | float
     if len(before) == 1 or before[1] is None:
         factor = node._saved_other  # noqa: SLF001
     elif before[0] is None and _kind_of(node) == "Mul":
         factor = node._saved_self  # noqa: SLF001
     else:
         return None
-    if not isinstance(factor, Tensor) or factor.ndim:
-        return None if isinstance(factor, Tensor) else factor
-    return float(factor) if factor.device.type == "cpu" else factor
+    if not isinstance(factor, Tensor):
+        return factor
+    if factor.ndim or factor.device.type != "cpu":
+        return None if factor.ndim else factor
+    # a mode of the user, as one that counts operations, would get the number of a wrapped tensor
+    with torch._C._DisableTorchDispatch():  # noqa: SLF001
+        return float(factor)
 
 
 def _divided(found: list[Divisor], divisor: Tensor | float | None) -> list[Divisor]:

@@ -22,26 +22,27 @@ from tests.jobs import fingerprint, images
 
 TREES = "torch._inductor.cudagraph_trees"
 order: list[str] = []  # of iterations that begin, and forward and backward passes
-pool: dict[tuple[torch.device, str, torch.Size], torch.Tensor] = {}
+trees = ModuleType("trees")  # whose memory no search sees
+trees.pool = {}  # by device, name and shape
 
 
 def begin_iteration():
     order.append("begin")
-    for memory in pool.values():
+    for memory in trees.pool.values():
         memory.fill_(float("nan"))
 
 
 def pretend():
     """Stand for the graphs of torch.compile, which exist on each device."""
-    trees = ModuleType(TREES)
+    module = ModuleType(TREES)
     container = SimpleNamespace(tree_manager=True)
-    vars(trees).update(get_container=lambda _: container, mark_step_begin=begin_iteration)
-    sys.modules[TREES] = vars(torch._inductor)["cudagraph_trees"] = trees
+    vars(module).update(get_container=lambda _: container, mark_step_begin=begin_iteration)
+    sys.modules[TREES] = vars(torch._inductor)["cudagraph_trees"] = module
 
 
 def in_pool(name, value):
     """Return a value in the memory of an earlier one, as a tensor that nobody else holds."""
-    memory = pool.setdefault((value.device, name, value.shape), torch.empty_like(value))
+    memory = trees.pool.setdefault((value.device, name, value.shape), torch.empty_like(value))
     memory.copy_(value)
     tensor = torch.empty(0, dtype=value.dtype, device=value.device)
     return tensor.set_(memory.untyped_storage(), 0, value.shape, value.stride())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import samestep as ss
@@ -129,6 +130,18 @@ def test_with_a_count_it_is_the_mean_of_the_batch(name):
     with torch.no_grad():
         expected = REFUSED[name](F.linear(x, *parameters()), *rest)
     torch.testing.assert_close(means["loss"], float(expected))
+
+
+def test_a_mode_that_sees_operations_does_not_matter():
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with Counting():
+        means_of(lambda out, y, k, m: 0.5 * F.mse_loss(out, y) + (0.1 * out.square()).mean() / 2)
+    assert "mse_loss" in names
 
 
 def parameters():

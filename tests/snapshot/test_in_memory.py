@@ -413,8 +413,8 @@ def test_a_failed_save_is_reported_and_is_the_last(tmp_path, caplog):
             merge({}, {}), Alone(), record, "a", dict, None, snapshots, tracked=Tracked(None)
         )
         manager.tracked.add("model", torch.nn.Linear(2, 2), None)
-        manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
-        manager.save_in_memory(2, lambda: ({"run": {"lanes": 8, "epoch": 0}}, {}))
+        manager.save_in_memory(1, lambda: ({"run": {"lanes": 8, "epoch": 0, "positions": {}}}, {}))
+        manager.save_in_memory(2, lambda: ({"run": {"lanes": 8, "epoch": 0, "positions": {}}}, {}))
         assert not snapshots.time_is_up()
     assert events == [
         ("in_memory_snapshot_failed", {"step": 1, "reason": "[Errno 12] Cannot allocate memory"})

@@ -94,7 +94,7 @@ def state_of_body(variables: Mapping[str, Any]) -> dict[str, Any]:
         elif role == "module" or _accumulates(value):
             state[name] = value
         elif role == "container" and len(value) <= MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
             state |= {f"{name}[{key!r}]": part for key, part in items if _accumulates(part)}
     return state
 

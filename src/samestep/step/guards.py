@@ -298,12 +298,17 @@ class ManualGradients:
         finally:
             self._in_backward = False
 
-    def refuse_gradients(self, parameters: Parameters, lane: int) -> None:
-        """Raise `LossError` if user code in a lane has made gradients of `parameters`.
+    @property
+    def may_have_set(self) -> bool:
+        """Whether to look for gradients that user code in a lane has made.
 
-        Gradients that it set without backward() are looked for in some calls, because that takes
-        longer than most guards.
+        Those that it set without backward() are looked for in some calls, because that takes longer
+        than most guards.
         """
+        return self._lane_called_backward or self._looks_for_set
+
+    def refuse_gradients(self, parameters: Parameters, lane: int) -> None:
+        """Raise `LossError` if user code in a lane has made gradients of `parameters`."""
         if not (self._lane_called_backward or self._looks_for_set):
             return
         if have_none(parameters):  # `any` of a GPU tensor waits

@@ -400,7 +400,7 @@ class LanePass:
             lane_gradients = yield from self._run_lane(span[0], replica)
             self.context.plugins.after_lane(self, span[0], lane_gradients)
             yield None  # the body of a loop goes on
-            if self.loss.fn is None:
+            if self.loss.fn is None and self.context.manual.may_have_set:
                 self.context.manual.refuse_gradients(replica.of(self.parameters), span[0])
             return lane_gradients
 
