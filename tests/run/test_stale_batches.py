@@ -31,6 +31,14 @@ def from_a_thread(loop):
     yield from iter(queue.get, None)
 
 
+def as_a_thread_gives_them(loop):
+    queue = Queue(1)
+    thread = Thread(target=lambda: [queue.put(batch) for batch in islice(loop, 1)])
+    thread.start()
+    yield queue.get()
+    thread.join()
+
+
 def pairs(loop):
     batches = iter(loop)
     for first in batches:
@@ -62,7 +70,9 @@ def numbered(loop):
 
 
 @pytest.mark.parametrize("inline", [True, False])
-@pytest.mark.parametrize("wrap", [ahead, list, reversed_list, pairs, from_a_thread])
+@pytest.mark.parametrize(
+    "wrap", [ahead, list, reversed_list, pairs, from_a_thread, as_a_thread_gives_them]
+)
 def test_a_batch_whose_step_is_over_is_refused(wrap, inline):
     with pytest.raises(DataError, match=r"not that of the current step.*loader_workers"):
         train(wrap, inline=inline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any, Final, NamedTuple, NoReturn
 from weakref import ref
 
@@ -107,6 +108,7 @@ class Progress:
         self.status.set_step(self.step)
         self.reads: set[str] = set()  # the attributes that user code has read outside of steps
         self._current: CurrentStep | None = None
+        self._thread = get_ident()  # that began the last step
         self._last_batch: Callable[[], Batch | None] = lambda: None  # a weak reference
         self._scores: dict[int, float] = {}  # of the last snapshot that had one, by step
         # decided by all workers; requested by user code, on all workers
@@ -178,7 +180,7 @@ class Progress:
         self._plugins.begin_step(self.step)
         self.epoch = batch.epoch
         self._current = CurrentStep(loop, batch, complete)
-        self._loop = loop
+        self._loop, self._thread = loop, get_ident()
         self.status.set_step(self.step)
         self.status.set_activity(BODY)
         # Without snapshots, waiting for the end of the step would save nothing.
@@ -329,10 +331,10 @@ class Progress:
         """Return the step and the number of this backward call within it.
 
         Raises `DataError` if the batch is not that of the current step, nor, between steps, that of
-        the last one.
+        the last one. Nor if another thread takes batches, which may go on with the loop meanwhile.
         """
         last = self._last_batch() if self._current is None else self._current.batch
-        if last is not batch:
+        if last is not batch or self._thread != get_ident():
             raise DataError(STALE_BATCH)
         if self._current is None:
             return self.step, 0
