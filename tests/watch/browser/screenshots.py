@@ -20,13 +20,14 @@ from typing import Any
 from PIL import Image
 
 from tests.jobs import events
-from tests.watch.browser.pages import TIMEOUT_SECONDS, Page, browsing, serving
+from tests.watch.browser.pages import Page, browsing, serving
 
 MOST_BYTES = 120_000
 DIGITS = ("recipes/vit/train.py", "recipes/vit/digits.yaml", "epochs=16", "evaluate_every=2")
 LEARNING_RATES = {"digits-low": 3e-4, "digits-1e-3": 1e-3, "digits-5e-3": 5e-3}
 TISSUE = ("recipes/stain/train.py", "recipes/stain/tissue.yaml", "epochs=60", "evaluate_every=6")
 KILLED_AT = 100  # step
+EVENT_SECONDS = 600.0  # until an event of a run on a busy machine
 STALL_TIMEOUT = 240  # seconds; the run is stalled after a quarter of it
 EXAMPLE = "tests/watch/browser/example_job.py"
 
@@ -82,10 +83,10 @@ def started(directory: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]
 
 def wait_for(directory: Path, matches: Callable[[dict[str, Any]], bool]) -> None:
     """Wait until the record has an event. Raises `TimeoutError`."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + EVENT_SECONDS
     while not (directory.exists() and any(matches(event) for event in events(directory))):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {TIMEOUT_SECONDS:g} s for an event in {directory}")
+            raise TimeoutError(f"waited {EVENT_SECONDS:g} s for an event in {directory}")
         time.sleep(0.2)
 
 
