@@ -168,8 +168,8 @@ class Fetcher(Dataset[Any]):
     def _digests(self, request: Request) -> tuple[list[Sample], list[Sample]]:
         """Return the digests of each sample, without and with its floating-point values.
 
-        None stands for one that fails or is late. At the first use, that of their batch follows the
-        latter if there is a `collate_fn`, which may change samples as well.
+        None stands for one that fails or is late. Only at the first use, there are any of the
+        latter; that of their batch follows if there is a `collate_fn`, which may change samples.
         """
         end = time.monotonic() + COMPARE_SECONDS
         loaded: list[tuple[Any, Sample, Sample]] = []
@@ -193,7 +193,8 @@ class Fetcher(Dataset[Any]):
 
     def _load_digests(self, request: Request) -> tuple[Any, Sample, Sample]:
         (sample,) = self._samples(request)
-        return sample, digest(sample), digest(sample, has_floats=True)
+        exact = digest(sample, has_floats=True) if request.is_first else None
+        return sample, digest(sample), exact
 
     def _observe_loads(self, request: Request) -> None:
         """Tell `samestep verify` once if samples depend on more than their index and the seed."""

@@ -309,7 +309,7 @@ class ManualGradients:
 
     def refuse_gradients(self, parameters: Parameters, lane: int) -> None:
         """Raise `LossError` if user code in a lane has made gradients of `parameters`."""
-        if not (self._lane_called_backward or self._looks_for_set):
+        if not self.may_have_set:
             return
         if have_none(parameters):  # `any` of a GPU tensor waits
             if self._lane_called_backward:

@@ -32,7 +32,7 @@ class _OfAnotherLane(Tensor):
         arguments = [*args, *(kwargs or {}).values()]
         parts = [part for each in arguments for part in (each if type(each) is list else [each])]
         placeholder = next(part for part in parts if isinstance(part, cls))
-        raise _wasread(placeholder.place, placeholder.lane)
+        raise _was_read(placeholder.place, placeholder.lane)
 
 
 class _Value:
@@ -45,7 +45,7 @@ class _Value:
     def read(self) -> None:
         """Raise `LossError` unless the lane has ended."""
         if self.is_hidden:
-            raise _wasread(self.place, self.lane)
+            raise _was_read(self.place, self.lane)
 
     def show(self) -> None:
         """Be a value like any other, because the lane has ended, which may have kept it."""
@@ -228,7 +228,7 @@ def show(placeholder: Any) -> None:
             part.show()
 
 
-def _wasread(place: str, lane: int) -> LossError:
+def _was_read(place: str, lane: int) -> LossError:
     return LossError(
         f"lane {lane} read {place}, which an earlier lane of this"
         " worker had set, so the result would depend on the number of workers. An average over"
