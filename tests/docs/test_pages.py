@@ -22,6 +22,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
 NOT_RUN_BLOCKS = {
     "needs a notebook": 1,
+    "needs PyTorch 2.9": 1,
     "needs datasets": 1,
     "needs hydra-core": 1,
     "needs lightning": 1,

@@ -29,7 +29,7 @@ from samestep.step.exchange import (
 )
 from samestep.step.finite import size_of_many
 from samestep.step.gradients import Gradients, copy_gradients
-from samestep.step.layout import ALIGNMENT, Span, subtrees_of
+from samestep.step.layout import ALIGNMENT, Span
 
 # Parts of sums, which are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
@@ -46,7 +46,7 @@ def choose_exchange(spec: ExchangeSpec) -> Exchange:
     if len(world.hosts) == 1:
         return HostExchange(spec)
     if spec.across == "host" and spec.parameters[0].device.type == "cpu":
-        sums = [len(subtrees_of(host, world.size, spec.lanes)) for host in world.hosts]
+        sums = [len(spec.assignment.subtrees(host)) for host in world.hosts]
         sizes = {len(host) for host in world.hosts}
         if sums == [1, 1] and len(sizes) == 1:  # each sends its only sum, in any world
             # several workers of a host add their gradients in flat storage, so none is sent as is

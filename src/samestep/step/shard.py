@@ -7,6 +7,7 @@ are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1), unless each host update
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -23,8 +24,13 @@ from samestep.step.exchange import Across, ExchangeSpec, all_gather, buckets
 from samestep.step.flat_buffer import FlatBuffer, Segment
 from samestep.step.gradients import Parameters, parameters_of
 from samestep.step.guards import Contents
-from samestep.step.layout import Fragment, TensorSlice, storage_order
-from samestep.step.optimizer_state import copied, is_elementwise, load_optimizer
+from samestep.step.layout import Assignment, Fragment, TensorSlice, storage_order
+from samestep.step.optimizer_state import (
+    DividedState,
+    copied,
+    is_elementwise,
+    load_optimizer,
+)
 from samestep.torch_internals import step_without_hooks
 
 ELEMENTWISE: Final = (
@@ -35,7 +41,23 @@ ELEMENTWISE: Final = (
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
 
-class Shard:
+class DividedOptimizer(DividedState):
+    """An optimizer of which each worker updates a part: `contents` has what it gets then."""
+
+    optimizer: optim.Optimizer
+    contents: Contents
+    flat_buffers: Sequence[Any]  # `FlatBuffer`, or what has its methods for other storage
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Wait for gradients that still arrive."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for gradients that still arrive, and drop those that user code has cleared."""
+
+
+class Shard(DividedOptimizer):
     """The flat buffers of a sharded optimizer.
 
     The optimizer stays the same object, so learning-rate schedulers and `step` work as before.
@@ -46,7 +68,7 @@ class Shard:
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        lanes: int,
+        assignment: Assignment,
         world: World,
         round_to: torch.dtype | None = None,
         across: Across = "world",
@@ -59,9 +81,16 @@ class Shard:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        spec = partial(
+            ExchangeSpec,
+            assignment=assignment,
+            world=world,
+            round_to=round_to,
+            across=across,
+            is_sharded=True,
+        )
         exchanges = [
-            choose_exchange(ExchangeSpec(bucket, lanes, world, round_to, across, is_sharded=True))
-            for bucket in buckets(parameters, world, round_to, places)
+            choose_exchange(spec(bucket)) for bucket in buckets(parameters, world, round_to, places)
         ]
         self.across = exchanges[0].across
         self._check: Callable[[], None] | None = None  # of the next update
@@ -285,7 +314,7 @@ def _extent(parameter: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * parameter.element_size()
 
 
-def check_shardable(optimizer: optim.Optimizer) -> None:
+def check_shardable(optimizer: optim.Optimizer, *, is_full: bool = False) -> None:
     """Raise `OptimizerError` unless the optimizer can update slices of parameters separately."""
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
@@ -298,6 +327,8 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             f"this {name} has state already; shard it before its first step, and load state through"
             " run.track"
         )
+    if is_full:  # of a sharded model
+        return
     parameters = parameters_of(optimizer)
     devices = {str(parameter.device) for parameter in parameters}
     if len(devices) > 1:
