@@ -21,6 +21,7 @@ from tests.workers import run_workers
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
 NOT_RUN_BLOCKS = {
+    "needs a GPU": 1,
     "needs a notebook": 1,
     "needs datasets": 1,
     "needs hydra-core": 1,
