@@ -27,6 +27,7 @@ NOT_RUN_BLOCKS = {
     "needs hydra-core": 1,
     "needs lightning": 1,
     "needs mosaicml-streaming": 1,
+    "needs peft": 1,
     "needs pyarrow": 1,
     "needs ray": 1,
     "needs submitit": 1,
