@@ -178,7 +178,7 @@ def test_a_file_without_an_index_needs_the_right_options(options, error, words, 
 
 @pytest.mark.parametrize("options", [{"dtype": "int32"}, {"end": 2}])
 def test_a_file_with_an_index_takes_no_other_options(options, tmp_path):
-    with pytest.raises(ConfigError, match=r"has the index data\.idx, so leave out both: dtype="):
+    with pytest.raises(ConfigError, match=r"has data\.idx, so leave out both: dtype="):
         TokenFile(written(tmp_path, [[1, 2]]), **options)
 
 

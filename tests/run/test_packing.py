@@ -99,6 +99,28 @@ def test_the_loss_and_gradient_are_those_of_the_mean_over_all_targets(folder):
             torch.testing.assert_close(model.head.weight.grad, expected["head.weight"])
 
 
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_an_evaluation_divides_by_the_bytes_of_all_targets(batch_size):
+    sizes = torch.arange(VOCABULARY) % 4  # bytes of each token, none of some
+
+    def bytes_in(row):
+        return sizes[row["targets"][row["targets"] != -100]].sum()
+
+    packed = ss.Packed(documents(), length=16)
+    whole = torch.utils.data.default_collate(list(packed))
+    with ss.init(lanes=2) as run:
+        model = run.replicate(Model())
+        got = run.evaluate(
+            lambda model, row: {"nats": loss_of(model, row).double() / bytes_in(row)},
+            model,
+            packed,
+            batch_size,
+            count=bytes_in,
+        )
+        expected = loss_of(model, whole).item() / bytes_in(whole).item()
+    assert got["nats"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_mean_over_targets_without_their_count_is_refused():
     with ss.init(lanes=4) as run:
         model = run.replicate(Model())

@@ -55,11 +55,8 @@ class TokenFile:
         self.dtype = np.dtype(index.dtype if index is not None and dtype is None else dtype)
         contradicts = index is not None and (end is not None or self.dtype != index.dtype)
         if self.dtype.kind not in "iu" or contradicts:  # np.dtype(None) is float64
-            has = (
-                f"the index {index_path.name}, so leave out both"
-                if index is not None
-                else f"no {index_path.name}, so pass both"
-            )
+            name = index_path.name
+            has = f"no {name}, so pass both" if index is None else f"{name}, so leave out both"
             raise ConfigError(
                 f'{path} has {has}: dtype=, the type of its tokens, such as "uint16", and end=, the'
                 f" token that ends a document; got dtype={dtype!r} and end={end!r}"
@@ -176,10 +173,11 @@ class _Index:
         return len(self.first)
 
     def __getitem__(self, index: int | slice) -> Any:
-        first = self.first[index]
-        inner = np.minimum(first, len(self.starts) - 1)  # the end of all is that of the last one
-        start = self.starts[inner] // self.dtype.itemsize
-        return start + (first - inner) * self.lengths[inner]
+        first, last, size = self.first[index], len(self.starts) - 1, self.dtype.itemsize
+        if not isinstance(index, slice) and first <= last:  # a bisection asks for many
+            return int(self.starts[first]) // size
+        inner = np.minimum(first, last)  # the end of all is that of the last sequence
+        return self.starts[inner] // size + (first - inner) * self.lengths[inner]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Index, (self.path,)  # mapped again
