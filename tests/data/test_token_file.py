@@ -212,3 +212,15 @@ def test_unusable_documents_are_not_written(document, dtype, error, words, tmp_p
     with pytest.raises(error, match=words):
         TokenFile.write(tmp_path / "data.bin", [[1, 2], document], dtype=dtype)
     assert not (tmp_path / "data.idx").exists()
+
+
+def test_a_file_that_is_written_again_does_not_change_under_its_readers(tmp_path):
+    path = tmp_path / "data.bin"
+    first = TokenFile.write(path, [[1, 2], [3]], dtype="uint16")
+    assert first[0].tolist() == [1, 2]
+    with pytest.raises(DataError, match="document 0 must be"):
+        TokenFile.write(path, [["a"]], dtype="uint16")
+    assert [tokens.tolist() for tokens in TokenFile(path)] == [[1, 2], [3]]
+    second = TokenFile.write(path, [[4]], dtype=">u2")
+    assert (first[1].tolist(), second[0].tolist()) == ([3], [4])
+    assert path.read_bytes() == b"\4\0"

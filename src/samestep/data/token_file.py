@@ -82,16 +82,18 @@ class TokenFile:
             ConfigError: The format does not have this dtype.
             DataError: A document has other values than tokens of this dtype.
         """
-        dtype, lengths = np.dtype(dtype), array("i")
+        dtype, lengths = np.dtype(dtype).newbyteorder("<"), array("i")
         if dtype.name not in CODES:
             raise ConfigError(f"dtype must be one of {', '.join(CODES)}, got {dtype}")
         limits, index = np.iinfo(dtype), Path(path).with_suffix(".idx")
-        index.unlink(missing_ok=True)  # it is complete, or there is none
-        with Path(path).open("wb") as file:
+        temporary = Path(f"{path}.tmp")  # another process may have mapped the former file
+        with temporary.open("wb") as file:
             for number, document in enumerate(documents):
                 tokens = checked_tokens(document, number, limits.min, limits.max)
                 file.write(tokens.astype(dtype).tobytes())
                 lengths.append(len(tokens))
+        index.unlink(missing_ok=True)  # it is that of its file, or there is none
+        temporary.replace(path)
         _Index.write(index, np.array(lengths), dtype)
         return cls(path)
 
