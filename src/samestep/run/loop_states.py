@@ -57,6 +57,7 @@ class LoopStates:
         self.end_with_epoch: set[str] = set()
         self.skipped: set[str] = set()  # after `run.finish`
         self.continued: set[str] = set()  # in an epoch that was left by break
+        self.said: set[str] = set()  # lines about data sets
 
     @property
     def are_open(self) -> bool:

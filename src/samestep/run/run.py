@@ -19,6 +19,7 @@ from samestep.config import Config, merge
 from samestep.data.generators import is_observed
 from samestep.data.loader import plan_batches, size_of
 from samestep.data.orders import Order, make_plan
+from samestep.data.packed import Packed
 from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
 from samestep.errors import OptimizerError
@@ -311,6 +312,11 @@ class Run(Training, Collectives, Recording):
             group_by=group_by,
             order=order,
         )
+        said = self._progress.loops.said
+        if isinstance(dataset, Packed) and self.is_main and not is_observed():
+            for line in {dataset.notice} - {"", *said}:
+                said.add(line)
+                announce(line)
         # The loop asks for batches when it is iterated, from its position then.
         batches = partial(
             plan_batches,
