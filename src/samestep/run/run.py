@@ -376,8 +376,8 @@ class Run(Training, Collectives, Recording):
         Args:
             fn: Called once per block as `fn(model, batch)`. Returns what a loss function returns,
                 or a dict of scalars (means over the block), boolean or integer tensors with an
-                entry per item, and new metrics (`Metric` objects or torchmetrics objects), which
-                are merged.
+                entry per item, pairs (sum, count) of scalars, and new metrics (`Metric` objects or
+                torchmetrics objects), which are merged.
             model: First argument of `fn`.
             dataset: Map-style data set.
             batch_size: Samples per block.
