@@ -17,8 +17,10 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.generators import is_observed
-from samestep.data.loader import plan_batches, size_of
-from samestep.data.orders import Order, make_plan
+from samestep.data.loader import plan_batches
+from samestep.data.mixture import plan_for
+from samestep.data.mixture_plan import BatchSize, MixturePlan, Weights
+from samestep.data.orders import Order
 from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
 from samestep.errors import OptimizerError
@@ -26,7 +28,7 @@ from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.compilation import reported_compilation
 from samestep.run.environment import plain_settings
-from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
+from samestep.run.loops import MixtureLoop, PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import (
     announce,
@@ -249,8 +251,9 @@ class Run(Training, Collectives, Recording):
     def batches(
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: BatchSize | None = None,
         *,
+        weights: Weights | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         shuffle: bool = True,
@@ -268,9 +271,13 @@ class Run(Training, Collectives, Recording):
         `steps` (the number of the last step) and `steps_per_epoch`.
 
         Args:
-            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
+            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`. Or a
+                dict of data sets, by name: a mixture, whose samples that are dicts get an entry
+                "source", the number of their data set.
             batch_size: Samples in a global batch, over all lanes and workers. Leave it out with
-                `ByLength`.
+                `ByLength`. Or a function of the loop's step (0 for the first) that returns it.
+            weights: How often a mixture uses each data set, by name. Or a function of the loop's
+                step that returns them.
             epochs: Total number of epochs, over all resumes and calls with this name.
             steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch; no effect with
@@ -301,11 +308,13 @@ class Run(Training, Collectives, Recording):
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
-        plan = make_plan(
-            size_of(dataset),
+        dataset, plan = plan_for(
+            dataset,
             batch_size,
             self.lanes,
             key(self.config.seed, f"order {name}"),
+            weights=weights,
+            name=name,
             shuffle=shuffle,
             drop_last=drop_last,
             group_by=group_by,
@@ -324,8 +333,10 @@ class Run(Training, Collectives, Recording):
             loader_workers=loader_workers,
             pin_memory=self.device.type == "cuda",
         )
-        begin = self._begin_lanes
-        return PlannedLoop(self._progress, name, begin, plan, batches, epochs=epochs, steps=steps)
+        loop = (self._progress, name, self._begin_lanes)
+        if isinstance(plan, MixturePlan):
+            return MixtureLoop(*loop, plan, batches, epochs=epochs, steps=steps)
+        return PlannedLoop(*loop, plan, batches, epochs=epochs, steps=steps)
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
