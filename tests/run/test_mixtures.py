@@ -237,9 +237,15 @@ def test_a_function_that_follows_the_training_is_refused():
 
 
 def test_weights_of_one_data_set_have_another_option():
-    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match="write order=ss"):
+    with (
+        ss.init(lanes=2) as run,
+        pytest.raises(ss.ConfigError, match=r"weights= are .* write order=ss"),
+    ):
         run.batches(Numbers(4, 0.0), 2, weights=[1, 2, 3, 4])
-    with ss.init(lanes=2) as run, pytest.raises(ss.ConfigError, match="evaluate has no option w"):
+    with (
+        ss.init(lanes=2) as run,
+        pytest.raises(ss.ConfigError, match="evaluate has no option weights: write order=ss"),
+    ):
         run.evaluate(by_source, None, Numbers(4, 0.0), 2, weights=[1, 2, 3, 4])
 
 

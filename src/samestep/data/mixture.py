@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from samestep.data.loader import samples_of, size_of
@@ -37,10 +38,10 @@ class Mixture(Dataset[Any]):
                 raise DataError(f"source {name!r}: {error}") from None
             if not self.sizes[name]:
                 raise DataError(f"source {name!r} has no samples; check its path and filters")
-        self._ends = np.cumsum([*self.sizes.values()])
+        self._ends = [*accumulate(self.sizes.values())]
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
@@ -66,8 +67,8 @@ class Mixture(Dataset[Any]):
         return f"{name} {row} {name_of(dataset, row)}".rstrip()
 
     def _find(self, index: int) -> tuple[int, int]:
-        source = int(np.searchsorted(self._ends, index, side="right"))
-        return source, index - (int(self._ends[source - 1]) if source else 0)
+        source = bisect_right(self._ends, index)
+        return source, index - (self._ends[source - 1] if source else 0)
 
     def _marked(self, sample: Any, source: int) -> Any:
         if not isinstance(sample, dict):
