@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -233,6 +233,11 @@ def size_of(dataset: Any) -> int:
             "expected a data set, got a DataLoader; pass the data set that it loads (dataset, not"
             " loader) with batch_size=, collate_fn= and loader_workers= here: samestep makes the"
             " batches, so that each sample is used once at any number of workers"
+        )
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"expected a data set, got a {type(dataset).__name__}; run.batches takes a dict of data"
+            " sets with weights=, and run.evaluate one data set at a time"
         )
     # torch's base class has a method that only raises an error
     has_items = getattr(type(dataset), "__getitem__", Dataset.__getitem__) != Dataset.__getitem__

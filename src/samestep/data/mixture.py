@@ -29,15 +29,15 @@ class Mixture(Dataset[Any]):
         for name, dataset in sources.items():
             if not isinstance(name, str) or not name:
                 raise DataError(f"the name of a source must be a text, got {name!r}")
-            if isinstance(dataset, (str, bytes, Mapping)):
-                kind = type(dataset).__name__
-                raise DataError(f"source {name!r} must be a map-style data set, got {kind}")
             try:
-                self.sizes[name] = size_of(dataset)
+                self.sizes[name] = 0 if isinstance(dataset, str) else size_of(dataset)
             except DataError as error:
                 raise DataError(f"source {name!r}: {error}") from None
             if not self.sizes[name]:
-                raise DataError(f"source {name!r} has no samples; check its path and filters")
+                raise DataError(
+                    f"source {name!r} has no samples; check its path and filters, and pass data"
+                    " sets instead of paths"
+                )
         self._ends = [*accumulate(self.sizes.values())]
 
     def __len__(self) -> int:
