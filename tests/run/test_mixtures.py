@@ -15,6 +15,7 @@ import samestep as ss
 from samestep.cli import main
 from tests.faults import kill_at
 from tests.jobs import events, fit, left_by, train
+from tests.run.test_resume import snapshot_now_and_fail
 from tests.workers import run_workers, try_workers
 
 STEPS = 12
@@ -103,6 +104,17 @@ def test_a_killed_run_resumes_on_another_number_of_workers(options, tmp_path):
         has_math = ["math" in value for value in values]  # the mean over its samples in the step
         assert not any(has_math[:5])
         assert any(has_math[5:])
+
+
+def test_a_snapshot_in_the_body_has_the_rows_of_its_step(tmp_path):
+    job = partial(mixture_job, batch_size=growing)
+    expected = left_by(job, tmp_path / "whole", 1, lanes=4)
+    failing = partial(snapshot_now_and_fail, job=job, at=5)
+    with pytest.raises(RuntimeError, match="after the updates of a step"):
+        train(failing, tmp_path / "parts", {"lanes": 4, "snapshot_every": 100})
+    left = left_by(job, tmp_path / "parts", 2, lanes=4)
+    assert events(tmp_path / "parts", "resumed")[0]["step"] == 6
+    assert left == {name: value for name, value in expected.items() if "at step 5" not in name}
 
 
 def samples_of(batch):

@@ -300,7 +300,8 @@ class Run(Training, Collectives, Recording):
             ConfigError: A number is invalid, options contradict each other, or an option of
                 DataLoader is used that is not one of these.
             DataError: The data set is empty or not map-style; it or its order changed within an
-                epoch or differs between workers; or an order is unusable.
+                epoch or differs between workers; an order is unusable; or a function of the step
+                returns something else when it is called again.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
