@@ -314,6 +314,12 @@ def test_an_entry_source_is_not_overwritten():
         mixture[0]
 
 
+def test_an_error_names_the_source_and_its_rows():
+    mixture = Mixture({"a": Rows(2, "a"), "b": Rows(9, "b", wrap=lambda row: row["missing"])})
+    with pytest.raises(DataError, match=r"cannot load rows \[1, 0\] of source 'b': KeyError: 'mi"):
+        mixture.__getitems__([3, 0, 2])
+
+
 A, B = TensorDataset(torch.arange(5)), TensorDataset(torch.arange(7))
 EQUAL = {"a": 1, "b": 1}
 

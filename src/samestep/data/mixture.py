@@ -17,6 +17,7 @@ from samestep.data.plan import GroupBy, Plan
 from samestep.errors import ConfigError, DataError
 
 SOURCE: Final = "source"
+SHOWN: Final = 16  # rows in a message
 
 
 class Mixture(Dataset[Any]):
@@ -53,9 +54,17 @@ class Mixture(Dataset[Any]):
         for place, index in enumerate(indices):
             source, row = self._find(index)
             own.setdefault(source, []).append((place, row))
-        datasets = [*self.sources.values()]
+        sources = [*self.sources.items()]
         for source, pairs in sorted(own.items()):
-            loaded = samples_of(datasets[source], [row for _, row in pairs])
+            name, dataset = sources[source]
+            rows = [row for _, row in pairs]
+            try:
+                loaded = samples_of(dataset, rows)
+            except Exception as error:
+                raise DataError(
+                    f"cannot load rows {rows[:SHOWN]} of source {name!r}: {type(error).__name__}:"
+                    f" {error}"
+                ) from error
             for (place, _), sample in zip(pairs, loaded, strict=True):
                 samples[place] = self._marked(sample, source)
         return samples
