@@ -13,14 +13,14 @@ from tests.house.test_mirror import PACKAGE
 SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
-    "data": 4_580,
-    "step": 6_780,
+    "data": 5_030,
+    "step": 6_800,
     "comm": 4_730,
     "cluster": 690,
     "snapshot": 5_240,
     "record": 2_730,
-    "run": 3_960,
-    "": 4_160,
+    "run": 4_070,
+    "": 4_180,
 }
 PLUGINS = {"guards": 1_360, "plugins": 2_910}  # what watches a step from outside
 LEAVES = {"integrations": 930, "launch": 3_700, "tools": 2_490, "watch": 3_550}  # programs

@@ -190,7 +190,6 @@ def test_invalid_argument_is_named(options, error, words):
             r"run.batches has order= \(indices, .* and run.evaluate uses each sample once",
         ),
         ("batch_sampler", "run.batches has order="),
-        ("weights", r"write order=ss.Weighted\(weights\)"),
         ("lengths", r"write order=ss.ByLength\(lengths, max_tokens=...\)"),
         ("max_tokens", r"write order=ss.ByLength\(lengths, max_tokens=...\)"),
         ("num_workers", "use loader_workers="),

@@ -17,8 +17,10 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.generators import is_observed
-from samestep.data.loader import plan_batches, size_of
-from samestep.data.orders import Order, make_plan
+from samestep.data.loader import plan_batches
+from samestep.data.mixture import Mixture, plan_for
+from samestep.data.mixture_plan import BatchSize, MixturePlan, Weights
+from samestep.data.orders import Order
 from samestep.data.packed import Packed
 from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
@@ -27,7 +29,7 @@ from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.compilation import reported_compilation
 from samestep.run.environment import plain_settings
-from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
+from samestep.run.loops import MixtureLoop, PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import (
     announce,
@@ -250,8 +252,9 @@ class Run(Training, Collectives, Recording):
     def batches(
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: BatchSize | None = None,
         *,
+        weights: Weights | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         shuffle: bool = True,
@@ -269,9 +272,13 @@ class Run(Training, Collectives, Recording):
         `steps` (the number of the last step) and `steps_per_epoch`.
 
         Args:
-            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
+            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`. Or a
+                dict of data sets, by name: a mixture, whose samples that are dicts get an entry
+                "source", the number of their data set.
             batch_size: Samples in a global batch, over all lanes and workers. Leave it out with
-                `ByLength`.
+                `ByLength`. Or a function of the loop's step (0 for the first) that returns it.
+            weights: How often a mixture uses each data set, by name. Or a function of the loop's
+                step that returns them.
             epochs: Total number of epochs, over all resumes and calls with this name.
             steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch; no effect with
@@ -294,7 +301,8 @@ class Run(Training, Collectives, Recording):
             ConfigError: A number is invalid, options contradict each other, or an option of
                 DataLoader is used that is not one of these.
             DataError: The data set is empty or not map-style; it or its order changed within an
-                epoch or differs between workers; or an order is unusable.
+                epoch or differs between workers; an order is unusable; or a function of the step
+                returns something else when it is called again.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
@@ -302,21 +310,20 @@ class Run(Training, Collectives, Recording):
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
-        plan = make_plan(
-            size_of(dataset),
+        dataset, plan = plan_for(
+            dataset,
             batch_size,
             self.lanes,
             key(self.config.seed, f"order {name}"),
+            weights=weights,
+            name=name,
             shuffle=shuffle,
             drop_last=drop_last,
             group_by=group_by,
             order=order,
         )
-        said = self._progress.loops.said
-        if isinstance(dataset, Packed) and self.is_main and not is_observed():
-            for line in {dataset.notice} - {"", *said}:
-                said.add(line)
-                announce(line)
+        sources = dataset.sources.values() if isinstance(dataset, Mixture) else [dataset]
+        self._say({source.notice for source in sources if isinstance(source, Packed)})
         # The loop asks for batches when it is iterated, from its position then.
         batches = partial(
             plan_batches,
@@ -330,8 +337,18 @@ class Run(Training, Collectives, Recording):
             loader_workers=loader_workers,
             pin_memory=self.device.type == "cuda",
         )
-        begin = self._begin_lanes
-        return PlannedLoop(self._progress, name, begin, plan, batches, epochs=epochs, steps=steps)
+        loop = (self._progress, name, self._begin_lanes)
+        if isinstance(plan, MixturePlan):
+            return MixtureLoop(*loop, plan, batches, epochs=epochs, steps=steps)
+        return PlannedLoop(*loop, plan, batches, epochs=epochs, steps=steps)
+
+    def _say(self, notices: set[str]) -> None:
+        """Announce what is not said yet."""
+        said = self._progress.loops.said
+        new = sorted(notices - {"", *said})
+        said.update(new)
+        for line in new if self.is_main and not is_observed() else ():
+            announce(line)
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
@@ -382,8 +399,8 @@ class Run(Training, Collectives, Recording):
         Args:
             fn: Called once per block as `fn(model, batch)`. Returns what a loss function returns,
                 or a dict of scalars (means over the block), boolean or integer tensors with an
-                entry per item, and new metrics (`Metric` objects or torchmetrics objects), which
-                are merged.
+                entry per item, pairs (sum, count) of scalars, and new metrics (`Metric` objects or
+                torchmetrics objects), which are merged.
             model: First argument of `fn`.
             dataset: Map-style data set.
             batch_size: Samples per block.
