@@ -60,12 +60,19 @@ def subtree_sums(parameters, own_lanes, lanes, seed):
     return [tree_sum(span, leaf, add_gradients) for span in subtrees(own_lanes, lanes)]
 
 
-def exchanged(world, lanes, dtypes, seeds, across="host"):
-    """Return the bits of every gradient for each dtype and seed, from one exchange per dtype."""
+def exchanged(world, lanes, dtypes, seeds, across="host", first_owner=None):
+    """Return the bits of every gradient for each dtype and seed, from one exchange per dtype.
+
+    With a `first_owner`, slices cut no parameter.
+    """
     gathered = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
-        exchange = exchange_of(parameters, lanes, world, across=across)
+        owners = None
+        if first_owner is not None:
+            numbers = range(first_owner, first_owner + 2 * len(parameters), 2)
+            owners = tuple(sorted(number % world.size for number in numbers))
+        exchange = exchange_of(parameters, lanes, world, across=across, owners=owners)
         for seed in seeds:
             exchange.put(
                 subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
@@ -98,11 +105,20 @@ def expected_of(lanes, dtypes, seeds):
     return expected
 
 
-@given(workers=st.integers(1, 7), more_lanes=st.integers(0, 9), seed=st.integers(0, 1000))
-def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed):
+OWNERS = st.none() | st.integers(0, 2)
+
+
+@given(
+    workers=st.integers(1, 7),
+    more_lanes=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+    first_owner=OWNERS,
+)
+def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed, first_owner):
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
     expected = expected_of(*arguments)
-    assert in_threads(workers, exchanged, *arguments) == [expected] * workers
+    gathered = in_threads(workers, exchanged, *arguments, "host", first_owner)
+    assert gathered == [expected] * workers
 
 
 def divided(world, sizes, *arguments):
@@ -114,22 +130,23 @@ def divided(world, sizes, *arguments):
     return exchanged(world, *arguments)
 
 
-def on_machines(world, sizes, *arguments):
+def on_machines(world, sizes, first_owner, *arguments):
     """Run `exchanged` without shared memory, on machines with `sizes` workers."""
     ends = list(accumulate(sizes))
     world.machines = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return divided(world, [1] * world.size, *arguments, "world")
+    return divided(world, [1] * world.size, *arguments, "world", first_owner)
 
 
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
+    first_owner=OWNERS,
 )
-def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed):
+def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, first_owner):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    gathered = in_threads(workers, on_machines, sizes, *arguments)
+    gathered = in_threads(workers, on_machines, sizes, first_owner, *arguments)
     assert gathered == [expected_of(*arguments)] * workers
 
 
@@ -138,11 +155,14 @@ def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, se
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
     across=st.sampled_from(["host", "world"]),
+    first_owner=OWNERS,
 )
-def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, across):
+def test_hosts_of_any_sizes_exchange_the_local_tree_sum(
+    sizes, more_lanes, seed, across, first_owner
+):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    gathered = in_threads(workers, divided, sizes, *arguments, across)
+    gathered = in_threads(workers, divided, sizes, *arguments, across, first_owner)
     assert gathered == [expected_of(*arguments)] * workers
 
 
@@ -166,9 +186,13 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
     def body(world):
         across_hosts.CHUNK_BYTES = most_bytes
         assert world.partners is not None
-        return [exchanged(world, *arguments, across) for arguments in everything]
+        return [
+            exchanged(world, *arguments, across, first_owner)
+            for arguments in everything
+            for first_owner in (None, 0)
+        ]
 
-    expected = [expected_of(*arguments) for arguments in everything]
+    expected = [expected_of(*arguments) for arguments in everything for _ in range(2)]
     assert on_hosts(hosts, workers, body) == [expected] * workers
 
 
