@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 
 import pytest
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import samestep as ss
+from samestep.step import exchange
 from tests.faults import kill_at
-from tests.jobs import events, images, left_by, train
+from tests.jobs import events, fingerprint, images, left_by, train
 from tests.workers import run_workers, try_workers
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +59,7 @@ def warmup_stable_decay(step):
     return min(1, (step + 1) / 3, (STEPS - step) / 4)
 
 
-def job(run, *, is_sharded, hook=lambda step: None):
+def job(run, *, is_sharded, hook=lambda step: None, across=None):
     """Train with two losses per step, clipping over both optimizers, and updates after two steps.
 
     The loss of a step is NaN.
@@ -76,7 +78,7 @@ def job(run, *, is_sharded, hook=lambda step: None):
     groups = [{"params": matrices[:3]}, {"params": matrices[3:], "weight_decay": 0.0}]
     optimizers = torch.optim.Muon(groups, lr=0.02), torch.optim.AdamW(others, lr=0.01)
     if is_sharded:
-        optimizers = tuple(map(run.shard, optimizers))
+        optimizers = tuple(run.shard(optimizer, across=across) for optimizer in optimizers)
     tracked = {"model": model, **dict(zip(("muon", "adamw"), optimizers, strict=True))}
     schedules = [LambdaLR(optimizer, warmup_stable_decay) for optimizer in optimizers]
     run.track(**tracked, first=schedules[0], second=schedules[1])
@@ -140,6 +142,38 @@ def test_a_killed_run_resumes_on_another_number_of_workers(
     assert all(outcome.failed for outcome in outcomes)
     assert left_by(then, tmp_path, after, **OPTIONS) == expected
     assert 5 < events(tmp_path, "resumed")[0]["step"] < STEPS
+
+
+def on_hosts(host_size, is_sharded, across, exchange_dtype):
+    """Train as one of `host_size` workers of a host; return hashes of the model."""
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % host_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(host_size)
+    # several exchanges, also during backward
+    exchange.LEAST_BUCKET_BYTES = exchange.BUCKET_BYTES = 8000
+    with ss.init(**OPTIONS, exchange_dtype=exchange_dtype) as run:
+        model = job(run, is_sharded=is_sharded, across=across)["model"]
+        if is_sharded and run.world_size > 1:
+            assert {shard.across for shard in run._lanes.shards} == {across}
+            assert len(run._lanes.shards[0].flat_buffers) > 3
+        return fingerprint(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("workers", "host_size", "across", "exchange_dtype"),
+    [
+        (2, 1, "host", None),
+        (4, 2, "world", "bfloat16"),
+        pytest.param(2, 1, "world", None, marks=long),
+        pytest.param(4, 2, "world", None, marks=long),
+        pytest.param(4, 2, "host", None, marks=long),
+        pytest.param(3, 1, "host", "bfloat16", marks=long),
+        (6, 2, "host", None),
+    ],
+)
+def test_hosts_give_the_same_bits(workers, host_size, across, exchange_dtype):
+    (expected,) = run_workers(on_hosts, 1, 1, False, None, exchange_dtype)
+    found = run_workers(on_hosts, workers, host_size, True, across, exchange_dtype)
+    assert found == [expected] * workers
 
 
 def momenta_of_each_worker():

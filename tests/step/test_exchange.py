@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.step import across_hosts
@@ -60,18 +60,17 @@ def subtree_sums(parameters, own_lanes, lanes, seed):
     return [tree_sum(span, leaf, add_gradients) for span in subtrees(own_lanes, lanes)]
 
 
-def exchanged(world, lanes, dtypes, seeds, across="host", first_owner=None):
+def exchanged(world, lanes, dtypes, seeds, across="host", owner_step=None):
     """Return the bits of every gradient for each dtype and seed, from one exchange per dtype.
 
-    With a `first_owner`, slices cut no parameter.
+    With an `owner_step`, slices cut no parameter: with 0, the first worker owns all of them.
     """
     gathered = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
         owners = None
-        if first_owner is not None:
-            numbers = range(first_owner, first_owner + 2 * len(parameters), 2)
-            owners = tuple(sorted(number % world.size for number in numbers))
+        if owner_step is not None:
+            owners = tuple(sorted(owner_step * n % world.size for n in range(len(parameters))))
         exchange = exchange_of(parameters, lanes, world, across=across, owners=owners)
         for seed in seeds:
             exchange.put(
@@ -112,12 +111,12 @@ OWNERS = st.none() | st.integers(0, 2)
     workers=st.integers(1, 7),
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
-    first_owner=OWNERS,
+    owner_step=OWNERS,
 )
-def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed, first_owner):
+def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed, owner_step):
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
     expected = expected_of(*arguments)
-    gathered = in_threads(workers, exchanged, *arguments, "host", first_owner)
+    gathered = in_threads(workers, exchanged, *arguments, "host", owner_step)
     assert gathered == [expected] * workers
 
 
@@ -130,23 +129,23 @@ def divided(world, sizes, *arguments):
     return exchanged(world, *arguments)
 
 
-def on_machines(world, sizes, first_owner, *arguments):
+def on_machines(world, sizes, owner_step, *arguments):
     """Run `exchanged` without shared memory, on machines with `sizes` workers."""
     ends = list(accumulate(sizes))
     world.machines = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return divided(world, [1] * world.size, *arguments, "world", first_owner)
+    return divided(world, [1] * world.size, *arguments, "world", owner_step)
 
 
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
-    first_owner=OWNERS,
+    owner_step=OWNERS,
 )
-def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, first_owner):
+def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, owner_step):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    gathered = in_threads(workers, on_machines, sizes, first_owner, *arguments)
+    gathered = in_threads(workers, on_machines, sizes, owner_step, *arguments)
     assert gathered == [expected_of(*arguments)] * workers
 
 
@@ -155,14 +154,15 @@ def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, se
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
     across=st.sampled_from(["host", "world"]),
-    first_owner=OWNERS,
+    owner_step=OWNERS,
 )
+@example(sizes=[2, 2], more_lanes=0, seed=0, across="host", owner_step=0)
 def test_hosts_of_any_sizes_exchange_the_local_tree_sum(
-    sizes, more_lanes, seed, across, first_owner
+    sizes, more_lanes, seed, across, owner_step
 ):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    gathered = in_threads(workers, divided, sizes, *arguments, across, first_owner)
+    gathered = in_threads(workers, divided, sizes, *arguments, across, owner_step)
     assert gathered == [expected_of(*arguments)] * workers
 
 
@@ -187,9 +187,9 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
         across_hosts.CHUNK_BYTES = most_bytes
         assert world.partners is not None
         return [
-            exchanged(world, *arguments, across, first_owner)
+            exchanged(world, *arguments, across, owner_step)
             for arguments in everything
-            for first_owner in (None, 0)
+            for owner_step in (None, 0)
         ]
 
     expected = [expected_of(*arguments) for arguments in everything for _ in range(2)]

@@ -48,7 +48,10 @@ def choose_exchange(spec: ExchangeSpec) -> Exchange:
     if spec.across == "host" and spec.parameters[0].device.type == "cpu":
         sums = [len(subtrees_of(host, world.size, spec.lanes)) for host in world.hosts]
         sizes = {len(host) for host in world.hosts}
-        if sums == [1, 1] and len(sizes) == 1:  # each sends its only sum, in any world
+        # Without partners, a swap is a call of all workers for each part, but places of a host may
+        # have other numbers of parts if slices differ in size.
+        can_swap = world.partners is not None or spec.owners is None or sizes == {1}
+        if sums == [1, 1] and len(sizes) == 1 and can_swap:  # each sends its only sum
             # several workers of a host add their gradients in flat storage, so none is sent as is
             return UncopiedSwapExchange(spec) if sizes == {1} else SwapExchange(spec)
         if world.partners is not None:  # direct connections between partners
