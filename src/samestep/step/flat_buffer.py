@@ -27,12 +27,15 @@ class Segment:
 
     def view_in(self, own_slice: Tensor) -> Tensor:
         """Return this segment's elements of the worker's slice."""
+        if self.parameter.ndim == 1:
+            return own_slice[self.start : self.start + self.parameter.numel()]
         return view_like(own_slice, self.start, self.parameter)
 
     def part(self, values: Tensor, fragment: Fragment) -> Tensor:
         """Return a fragment's elements of `values`, which has one per element of the segment."""
         start = fragment.offset - self.start
-        return flattened(values)[start : start + fragment.stop - fragment.start]
+        flat = values if values.ndim == 1 else flattened(values)
+        return flat[start : start + fragment.stop - fragment.start]
 
 
 class FlatBuffer:

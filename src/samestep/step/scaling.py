@@ -104,8 +104,9 @@ def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
     squares = _row_squares(held[own.start : own.stop])  # float64 [elements / 64]
     most = max(map(exchange.size_of, range(world.size))) // ALIGNMENT
     rows = squares.new_empty(world.size, most)  # by rank
-    sent = torch.nn.functional.pad(squares, (0, most - len(squares)))
-    world.all_gather(rows.view(-1), sent, "adding up the gradient norm")
+    if padding := most - len(squares):
+        squares = torch.nn.functional.pad(squares, (0, padding))
+    world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
     flat = exchange.joined(rows, ALIGNMENT)  # float64 [flat_size / 64]
     # without rows of padding: unsharded gradients have none
     starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
