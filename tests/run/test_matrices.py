@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
 
 import samestep as ss
 from samestep.step import exchange
@@ -191,3 +192,109 @@ def test_each_momentum_is_that_of_one_worker():
     found = [(number, size) for momenta in by_worker for number, size in momenta.items()]
     assert sorted(found) == sorted(of_all.items())
     assert all(by_worker)
+
+
+class Rows(Dataset):
+    """Documents of random words in rows of equal length, of which the last one is padded."""
+
+    def __init__(self, length=16):
+        generator = torch.Generator().manual_seed(5)
+        sizes = torch.randint(2, 30, (30,), generator=generator).tolist()
+        empty = {"tokens": 0, "targets": -100, "positions": 0, "documents": -1}
+        columns = {name: [] for name in empty}
+        for number, size in enumerate(sizes):
+            words = torch.randint(20, (size,), generator=generator).tolist()
+            columns["tokens"] += words
+            columns["targets"] += [*words[1:], -100]
+            columns["positions"] += range(size)
+            columns["documents"] += [number] * size
+        self.columns = {
+            name: torch.tensor(values + [empty[name]] * (-len(values) % length)).view(-1, length)
+            for name, values in columns.items()
+        }
+
+    def __len__(self):
+        return len(self.columns["tokens"])
+
+    def __getitem__(self, index):
+        return {name: rows[index] for name, rows in self.columns.items()}
+
+
+class Block(nn.Module):
+    """Attention and a layer of neurons, both of what RMSNorm returns."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, features, mask):
+        parts = self.qkv(self.norms[0](features)).unflatten(2, (3, 4, -1))
+        attended = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), mask)
+        features = features + self.out(attended.transpose(1, 2).flatten(2))
+        return features + self.down(self.up(self.norms[1](features)).relu().square())
+
+
+class Decoder(nn.Module):
+    """Predicts the next words of each document from its words before them."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, width), nn.Embedding(30, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 20, bias=False)
+
+    def forward(self, batch):
+        documents = batch["documents"]
+        mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        features = self.words(batch["tokens"]) + self.places(batch["positions"])
+        for block in self.blocks:
+            features = block(features, mask)
+        return self.head(self.norm(features))
+
+
+def decoder_job(run, *, is_sharded, hook=lambda step: None):
+    """Train a decoder with the mean over all targets, whose number varies from row to row."""
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch).flatten(0, 1), batch["targets"].flatten())
+
+    model = run.replicate(Decoder())
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02),
+        torch.optim.AdamW(others, lr=0.01, betas=(0.9, 0.95)),
+    ]
+    if is_sharded:
+        optimizers = [*map(run.shard, optimizers)]
+    muon, adamw = optimizers
+    schedules = [LambdaLR(optimizer, warmup_stable_decay) for optimizer in optimizers]
+    tracked = {"model": model, "muon": muon, "adamw": adamw}
+    run.track(**tracked, first=schedules[0], second=schedules[1])
+    for batch in run.batches(Rows(), 8, steps=STEPS):
+        means = run.backward(
+            loss_fn, model, batch, count=lambda batch: int((batch["targets"] >= 0).sum())
+        )
+        run.log(means, norm=run.clip_grad_norm(model, 1.0))
+        for part in (*optimizers, *schedules):
+            part.step()
+        model.zero_grad()
+        hook(run.step)
+    return tracked
+
+
+def test_a_decoder_on_packed_rows_is_killed_and_resumes(tmp_path):
+    options = {"lanes": 6, "precision": "bfloat16"}
+    alone = left_by(partial(decoder_job, is_sharded=False), tmp_path / "alone", 1, **options)
+    losses = [float(alone[f"loss at step {step}"]) for step in range(STEPS)]
+    assert losses[-1] < losses[0]
+    killed = partial(decoder_job, is_sharded=True, hook=kill_at(7, 0))
+    outcomes = try_workers(train, 3, killed, tmp_path / "killed", options)
+    assert all(outcome.failed for outcome in outcomes)
+    decoder = partial(decoder_job, is_sharded=True)
+    assert left_by(decoder, tmp_path / "killed", 2, **options) == alone
+    assert 4 < events(tmp_path / "killed", "resumed")[0]["step"] < STEPS
