@@ -14,7 +14,7 @@ SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
     "data": 4_220,
-    "step": 6_855,
+    "step": 6_865,
     "comm": 4_745,
     "cluster": 690,
     "snapshot": 5_240,

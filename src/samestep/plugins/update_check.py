@@ -32,7 +32,7 @@ from samestep.torch_internals import (
 )
 
 PART: Final = 1 << 18  # elements whose update is repeated in a check; some megabytes are sent
-MOST: Final = 1 << 22  # of a parameter that only its owner updates, as Muon does: 2048 x 2048
+MOST: Final = 1 << 20  # of a parameter that one worker updates, as Muon does: 1024 x 1024
 PARAMETER: Final = ""  # beside the names of an optimizer's state
 # Of parameters and state, by the numbers of the flat buffer and of the parameter in it, and a name
 Hashes = dict[str, int]
