@@ -33,7 +33,7 @@ from benchmarks.contenders.with_ideal_link import BURST, HOSTS, RATE
 from benchmarks.jobs import JOBS, Job
 from benchmarks.measure import LIMIT_SECONDS, spread, values_in
 from benchmarks.turns import in_turn, table
-from samestep.tools.trace import StepTrace, read_traces
+from samestep.tools.trace import RunTrace, read_traces
 from samestep.tools.verify import print_report
 
 # ours first; the last compute without a network, and count the time of their messages
@@ -179,7 +179,7 @@ def verify(names: Sequence[str], contender: str, job: str) -> int:
     each = range(1, VERIFIED_LANES // len(names) + 1)
     placed = {"1 worker": [names[0]]}
     placed |= {f"{len(names)} x {n}": [name for name in names for _ in range(n)] for n in each}
-    traces: dict[str, list[StepTrace]] = {}
+    runs = []
     for title, ranks in placed.items():
         with TemporaryDirectory() as directory:
             options = {
@@ -190,9 +190,9 @@ def verify(names: Sequence[str], contender: str, job: str) -> int:
                 "KEEP_LAST": VERIFIED_STEPS,
             }
             run(contender, job, ranks, {f"SAMESTEP_{n}": str(v) for n, v in options.items()})
-            traces[title] = read_traces(Path(directory))
+            runs.append(RunTrace(title, read_traces(Path(directory)), "workers"))
     print(f"\n{contender}, {job}", end="", flush=True)
-    return print_report(traces, VERIFIED_LANES)
+    return print_report(runs, VERIFIED_LANES)
 
 
 def run(contender: str, job: str, ranks: Sequence[str], more: Mapping[str, str]) -> str:
