@@ -518,7 +518,7 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     ((_, expected),) = in_processes(1, body)
     with_state = sum(kind is not optim.SGD or "momentum" in options for kind, options in VARIANTS)
     adagrads = sum(kind is optim.Adagrad for kind, _ in VARIANTS)  # have state before any step
-    held = Layout((41 * 40,), workers).slice_size * hosts
+    held = Layout((41 * 40,), workers).bounds[hosts]
     for rank, (counts, results) in enumerate(on_hosts(hosts, workers, body)):
         elements = min(held, 41 * 40 - rank % (workers // hosts) * held)
         itemsize = 2 if exchange_dtype else 4

@@ -46,7 +46,7 @@ from samestep.step.gradients import parameters_of
 from samestep.step.guards import Contents, GradientSeal
 from samestep.step.lane_pass import Count
 from samestep.step.replicas import replicate
-from samestep.step.shard import Shard, check_shardable, choose_across
+from samestep.step.shard import WHOLE, Shard, check_shardable, choose_across
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -197,14 +197,18 @@ class Run(Training, Collectives, Recording):
         each step clears it. So is using `state` of the optimizer. Call it before the first step.
         See `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`__.
 
+        Muon (`Jordan et al., 2024 <https://kellerjordan.github.io/posts/muon/>`__) and Adafactor
+        need all of a parameter, so that each parameter is updated by one worker.
+
         Args:
-            optimizer: An elementwise optimizer of `torch.optim`.
+            optimizer: An elementwise optimizer of `torch.optim`, Muon or Adafactor.
             across: What to divide the parameters among, if there are several hosts. The bits are
                 the same. With "host", each host updates all parameters, divided among its workers.
                 Gradients are sent during backward, and parameters are not sent. With "world",
                 parameters are divided among all workers and sent after the update. This takes the
                 least memory. The default is "host" if the additional state fits in half of the
-                free memory, and otherwise "world". GPUs, more than 64 hosts, and hosts with
+                free memory, and otherwise "world". It is "world" for Muon, whose update takes
+                longer than sending it, and for Adafactor. GPUs, more than 64 hosts, and hosts with
                 different numbers of workers always use "world". The record's `sharded` event has
                 the choice.
 
@@ -212,7 +216,7 @@ class Run(Training, Collectives, Recording):
             The same optimizer, changed in place.
 
         Raises:
-            OptimizerError: The optimizer is not elementwise, a parameter is already sharded, or
+            OptimizerError: The optimizer is another one, a parameter is already sharded, or
                 `across` has another value.
 
         Example:
@@ -234,7 +238,9 @@ class Run(Training, Collectives, Recording):
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
             round_to = self._lanes.round_to
-            across = across or choose_across(parameters, self._world)
+            if across is None:
+                is_whole = type(optimizer) in WHOLE
+                across = "world" if is_whole else choose_across(parameters, self._world)
             places = self._lanes.models.places()
             shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
             self._lanes.shards.append(shard)

@@ -96,16 +96,18 @@ def _rows(parameter: Parameter) -> Tensor:
 
 def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
     held, exchange = torch.zeros_like(buffer.own), buffer.exchange
+    own = exchange.own_elements
     for segment in buffer.segments:
         if segment.parameter.grad is not None:
             segment.view_in(held).copy_(segment.parameter.grad)
     # across "host", this worker holds the slices of its partners as well, but counts only its own
-    own_row = exchange.own_number - exchange.held.start
-    # a row of [held, slice_size], to float64 [slice_size / 64]
-    squares = _row_squares(held.view(len(exchange.held), -1)[own_row])
-    rows = squares.new_empty(world.size, len(squares))  # [workers, slice_size / 64], by rank
+    squares = _row_squares(held[own.start : own.stop])  # float64 [elements / 64]
+    most = max(map(exchange.size_of, range(world.size))) // ALIGNMENT
+    rows = squares.new_empty(world.size, most)  # by rank
+    if padding := most - len(squares):
+        squares = torch.nn.functional.pad(squares, (0, padding))
     world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
-    flat = exchange.by_number(rows).view(-1)  # float64 [flat_size / 64]
+    flat = exchange.joined(rows, ALIGNMENT)  # float64 [flat_size / 64]
     # without rows of padding: unsharded gradients have none
     starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
     return {
