@@ -100,3 +100,19 @@ def test_entries_of_items_are_summed_exactly_and_divided_once():
     assert [means["right"] for means in exact] == [382 / 397] * 2
     of_a_sum = Means([LaneResult(0, 0, 8, {"loss": 4.0, "right": [3.0, 4.0]})], "sum")
     assert dict(of_a_sum) == {"loss": 0.5, "right": 0.75}
+
+
+def test_pairs_are_summed_and_divided_once():
+    results = [
+        LaneResult(0, 0, 3, {"loss": 1.0, "code": [2.0, 0.5], "prose": [0.0, 0.0]}),
+        LaneResult(1, 1, 5, {"loss": 1.0, "code": [0.0, 0.0], "prose": [0.0, 0.0]}),
+        LaneResult(2, 1, 1, {"loss": 1.0, "code": [4.0, 1.0], "prose": [0.0, 0.0]}),
+    ]
+    for reduction in ("mean", "sum"):
+        means = Means(results, reduction)
+        assert list(means) == ["loss", "code"]  # prose has no item
+        assert means["code"] == 6.0 / 1.5
+        assert means.by_worker("code") == [4.0, 4.0]
+        assert means.by_worker("prose") == []
+        with pytest.raises(KeyError, match="no metric 'prose'; available: loss, code"):
+            means["prose"]

@@ -36,7 +36,9 @@ from samestep.launch import launch
 if TYPE_CHECKING:
     from samestep.data.batch import PackedList
     from samestep.data.orders import ByLength, ShardOrder, Weighted
+    from samestep.data.packed import Packed
     from samestep.data.shards import ShardedDataset
+    from samestep.data.token_file import TokenFile
     from samestep.metrics import Means, Metric, check_metric
     from samestep.run import Run, init
     from samestep.run.patience import Patience
@@ -47,11 +49,13 @@ _LAZY = {
     "ByLength": "samestep.data.orders",
     "Means": "samestep.metrics",
     "Metric": "samestep.metrics",
+    "Packed": "samestep.data.packed",
     "PackedList": "samestep.data.batch",
     "Patience": "samestep.run.patience",
     "Run": "samestep.run",
     "ShardOrder": "samestep.data.orders",
     "ShardedDataset": "samestep.data.shards",
+    "TokenFile": "samestep.data.token_file",
     "Weighted": "samestep.data.orders",
     "check_metric": "samestep.metrics",
     "init": "samestep.run",
@@ -75,6 +79,7 @@ __all__ = [
     "NonFiniteLossError",
     "OptimizerError",
     "OutOfMemoryError",
+    "Packed",
     "PackedList",
     "Patience",
     "RecheckError",
@@ -84,6 +89,7 @@ __all__ = [
     "ShardOrder",
     "ShardedDataset",
     "SnapshotError",
+    "TokenFile",
     "VerifyError",
     "Weighted",
     "WorkerError",

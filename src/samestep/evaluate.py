@@ -26,7 +26,13 @@ from samestep.metrics import Means, Metric, as_metric, merged_values, unique
 from samestep.step.guards import check_divisors
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.lane_pass import Count, LaneResult, LossFn, counted
-from samestep.step.lane_results import has_entries, is_empty, read_together, sum_of_entries
+from samestep.step.lane_results import (
+    has_entries,
+    is_empty,
+    read_together,
+    sum_and_count,
+    sum_of_entries,
+)
 from samestep.torch_internals import Divisor, begin_compiled_graphs, noted_means
 from samestep.torchmetrics import TorchMetrics
 
@@ -99,7 +105,7 @@ class Evaluation:
                 items = counted(count, block.batch, where) if count else block.samples()
                 blocks.append((items, *self._results(returned)))
         values = [value for _, scalars, _ in blocks for value in scalars.values()]
-        # float64 values of the tensors, in the order of `values`: [value] or [sum, entries]
+        # float64 values of the tensors, in the order of `values`: [value] or [sum, count]
         tensors = [value for value in values if isinstance(value, Tensor)]
         read = iter(read_together([*divisors, *tensors]))
         divided = [(named, [next(read)[0] for _ in named]) for named in kinds]
@@ -295,6 +301,8 @@ def _number(values: list[float]) -> float | list[float]:
 def _scalar(name: str, value: Any) -> Any:
     if has_entries(value) and name != "loss":  # a lone result without gather=True is a mistake
         return sum_of_entries(value)
+    if isinstance(value, tuple) and name != "loss":
+        return sum_and_count(name, value, EvaluationError)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().clone()
     try:

@@ -63,7 +63,8 @@ class Means(Mapping[str, float]):
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for result in self._results for name in result.metrics))
+        names = (name for result in self._results for name in result.metrics if _has(result, name))
+        return tuple(dict.fromkeys(names))
 
     def __getitem__(self, name: str) -> float:
         if name not in self._names:
@@ -89,23 +90,29 @@ class Means(Mapping[str, float]):
             >>> len(means.by_worker("loss")) == run.world_size
             True
         """
-        ranks = sorted({result.rank for result in self._results if name in result.metrics})
+        ranks = sorted({result.rank for result in self._results if _has(result, name)})
         return [
             self._mean(name, [result for result in self._results if result.rank == rank]).value
             for rank in ranks
         ]
 
     def _mean(self, name: str, results: Sequence[LaneResult]) -> Mean:
-        mean = Mean.of([self._sum(name, result) for result in results if name in result.metrics])
+        mean = Mean.of([self._sum(name, result) for result in results if _has(result, name)])
         # without items, the sum itself: an image without boxes also has a loss
         return Mean(mean.total, 1) if self._sums and not mean.count else mean
 
     def _sum(self, name: str, result: LaneResult) -> tuple[float, float]:
         """Return the sum of a metric over a lane, and over how many items or entries."""
         value = result.metrics[name]
-        if isinstance(value, list):  # [sum, entries]
-            return value[0], int(value[1])
+        if isinstance(value, list):  # [sum, count]
+            return value[0], value[1]
         return value if self._sums else value * result.count, result.count
+
+
+def _has(result: LaneResult, name: str) -> bool:
+    """Return whether a lane has a metric, which is no pair with a count of 0."""
+    value = result.metrics.get(name)
+    return value is not None and not (isinstance(value, list) and value[1] == 0)
 
 
 @runtime_checkable

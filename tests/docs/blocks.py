@@ -5,6 +5,7 @@ An HTML comment on the line before a block, which readers do not see, selects it
 | comment | block | test |
 |---|---|---|
 | `<!-- test: in a run -->` | python | run inside `with samestep.init()`, with given.py |
+| `<!-- test: in a run, torch 2.9 -->` | python | the same, unless torch is older |
 | `<!-- test: in a step -->` | python | the same in the body of a loop, with a batch |
 | `<!-- test: file train.py -->` | python | written to a file, which commands of the page run |
 | `<!-- test: file train.py, given -->` | python | the same, with the names of given.py |
@@ -36,7 +37,7 @@ LANGUAGES = {"", "diff", "json", "python", "sh", "text", "yaml"}
 NOT_RUN = "not run: "
 COLUMNS = 100
 WORDS = {
-    "python": r"in a run|in a step|file \w+\.py(, given)?",
+    "python": r"in a run(, torch \d+\.\d+)?|in a step|file \w+\.py(, given)?",
     "sh": r"run(, status \d+| together)?|serve",
     "text": "printed",
 }

@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.torch_version import TorchVersion
+
 from tests.docs import given
 from tests.docs.blocks import NOT_RUN, ROOT, Block, blocks_of
 from tests.docs.commands import commands_of, here
@@ -22,6 +25,7 @@ from tests.python import run_python
 from tests.watch.serving import serving
 
 FILE, GIVEN = "file ", ", given"
+TORCH = ", torch "
 TOGETHER = "run together"
 SERVE = "serve"
 ADDRESS, PORT = "192.168.0.10", "29400"  # of the first machine, on the pages
@@ -34,6 +38,8 @@ _AS_DOCTEST = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def is_run(block: Block) -> bool:
     """Return whether a block is run, served, written to a file, or compared with output."""
+    if TORCH in block.test:
+        return TorchVersion(torch.__version__) >= block.test.partition(TORCH)[2]
     return (
         block.language == "python" and not block.test.startswith(NOT_RUN)
     ) or block.test.startswith(("run", SERVE, "printed"))
@@ -92,7 +98,7 @@ def in_context(test: str, names: dict[str, Any]) -> Iterator[None]:
         model = run.replicate(given.Net())
         optimizer = given.torch.optim.SGD(model.parameters(), lr=0.1)
         names.update(run=run, model=model, optimizer=optimizer)
-        if test == "in a run":
+        if test != "in a step":
             yield
         else:
             for names["batch"] in run.batches(given.train_set, 32, steps=1):

@@ -21,12 +21,13 @@ from tests.workers import run_workers
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # the number of blocks for each reason; tests/integrations runs these
 NOT_RUN_BLOCKS = {
+    "needs a GPU": 1,
     "needs a notebook": 1,
-    "needs PyTorch 2.9": 1,
     "needs datasets": 1,
     "needs hydra-core": 1,
     "needs lightning": 1,
     "needs mosaicml-streaming": 1,
+    "needs peft": 1,
     "needs pyarrow": 1,
     "needs ray": 1,
     "needs submitit": 1,

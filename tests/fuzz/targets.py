@@ -29,7 +29,9 @@ from samestep.comm.link import MAX_BYTES, Frames, decode, frame, parse_address
 from samestep.comm.signing import is_proof, nonce_of
 from samestep.comm.store_server import KeyValueStore
 from samestep.config import Config, merge, parse
-from samestep.errors import ConfigError
+from samestep.data.packed import Packed
+from samestep.data.token_file import TokenFile
+from samestep.errors import ConfigError, DataError
 from samestep.launch.attempt import ElasticPolicy, Node
 from samestep.launch.cluster_spec import Nodes, read_hosts
 from samestep.launch.membership import Membership
@@ -60,7 +62,7 @@ PLACES = (
 
 def targets(folder: Path) -> list[Target]:
     """Return all targets; their files are under `folder`."""
-    readers = (_launching, snapshots.targets, records.targets, page.targets, _settings)
+    readers = (_launching, snapshots.targets, records.targets, page.targets, _settings, _tokens)
     groups = [group(folder) for group in (*readers, _parameters)]
     groups.append(handed.targets(folder / "handed"))
     return [*_options(), *_messages(), *network.targets(), *chain.from_iterable(groups)]
@@ -238,6 +240,23 @@ def _settings(folder: Path) -> list[Target]:
         Target(name, make, read, (settings.SettingsError,), reads_elsewhere=True, is_slow=True)
         for name, make in (("settings", file), ("setting", argument))
     ]
+
+
+def _tokens(folder: Path) -> list[Target]:
+    path = folder / "tokens.bin"
+    TokenFile.write(path, [range(9), [], range(5)], dtype="uint16")
+    files = {file: file.read_bytes() for file in (path, path.with_suffix(".idx"))}
+
+    def make(random: Random) -> Path:
+        for file, data in files.items():
+            file.write_bytes(mutate.of_bytes(random, data) if random.random() < 0.6 else data)
+        return path
+
+    def read(path: Path) -> None:
+        packed = Packed(TokenFile(path), length=4, vocabulary=10_000)
+        assert sum(int((row["documents"] >= 0).sum()) for row in packed) <= path.stat().st_size
+
+    return [Target("tokens", make, read, (ConfigError, DataError))]
 
 
 def _parameters(folder: Path) -> list[Target]:

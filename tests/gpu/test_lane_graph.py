@@ -88,10 +88,19 @@ class Maker:
         return loss_fn
 
 
+def with_pairs(model, batch):
+    """Return the losses of even and odd labels, of which a graph keeps the sums and counts."""
+    loss, metrics = classify(model, batch)
+    losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none").detach()
+    odd = batch[1] % 2 == 1
+    return loss, {**metrics, "odd": ((losses * odd).sum(), odd.sum()), "all": (losses.sum(), 4)}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"lanes": 1}, id="one lane"),
+        pytest.param({"lanes": 2, "loss_fn": with_pairs}, id="pairs"),
         pytest.param(
             {
                 "lanes": 4,

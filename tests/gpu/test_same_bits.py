@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from torch import nn
 
 import samestep as ss
 from samestep import host as this_host
@@ -196,6 +198,39 @@ def test_machines_add_up_gradients_before_they_send_them(gpus, expected):
     # sum. One of three has two sums, of lanes 0 and 1 and of lane 2, but only a quarter is needed.
     all_gradients = sent[4, 1] / 3
     assert sent == {(4, 1): 3 * all_gradients, (2, 2): all_gradients, (2, 3): 5 / 4 * all_gradients}
+
+
+def with_matrices(first_ranks=None, *, shards=True):
+    """Return the result of training with Muon for matrices and AdamW for all else."""
+    if first_ranks is not None:
+        enter_machine(first_ranks)
+        exchange.BUCKET_BYTES = 1 << 12
+    with ss.init(lanes=4, timeout=60) as run:
+        torch.manual_seed(0)
+        sizes = pairwise([64, 48, 32, 32, 10])
+        model = run.replicate(nn.Sequential(nn.Flatten(), *(nn.Linear(*size) for size in sizes)))
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+        if shards:
+            optimizers = [*map(run.shard, optimizers)]
+        for batch in run.batches(images(40), 16, steps=3):
+            run.backward(classify, model, batch)
+            norm = float(run.clip_grad_norm(model, 1.0))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return fingerprint(moved([model.state_dict(), norm]))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon is in torch since 2.9")
+@pytest.mark.parametrize(
+    ("workers", "first_ranks"), [(3, None), pytest.param(4, [0, 3], marks=pytest.mark.long)]
+)
+def test_matrices_with_one_owner_have_the_same_bits(workers, first_ranks, gpus):
+    alone = gpus.call(with_matrices, shards=False)
+    visible = {} if first_ranks else {VISIBLE: "0,1,2"}
+    assert gpus.workers(workers, with_matrices, first_ranks, **visible) == [alone] * workers
 
 
 def continued(directory, steps, devices=1):

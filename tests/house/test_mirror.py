@@ -14,6 +14,7 @@ ELSEWHERE = {
     "data/lane_flow.py": "run/test_lane_body.py",
     "guards/metric_guard.py": "step/test_guards.py",
     "data/lane_loop.py": "run/test_lane_loop.py",
+    "data/mixture_plan.py": "data/test_mixture.py",
     "data/orders.py": "data/test_plan.py",
     "data/search.py": "data/test_generators.py",
     "cluster/network.py": "cluster/test_interfaces.py",

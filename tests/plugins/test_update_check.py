@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from samestep.step import shard
 from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
 from samestep.step.layout import Assignment
-from samestep.step.shard import ELEMENTWISE, Shard
+from samestep.step.shard import SHARDABLE, WHOLE, Shard
 from tests.bits import bits
 from tests.jobs import Net, classify, images
 from tests.step.test_lane_engine import LANES, backward, model_of
@@ -165,6 +166,15 @@ class Mixed(nn.Module):
         return self.head(self.first(inputs.flatten(1)).relu().bfloat16()).float()
 
 
+class Matrices(nn.Sequential):
+    """As many matrices as three workers have, which Muon takes."""
+
+    def __init__(self):
+        widths = [64, 64, 48, 10]
+        layers = [nn.Linear(*sizes, bias=False) for sizes in pairwise(widths)]
+        super().__init__(nn.Flatten(), *layers)
+
+
 @contextmanager
 def noted():
     """Note in the block, for each check, whether all workers have equal hashes of an update."""
@@ -180,11 +190,18 @@ def noted():
         yield compared
 
 
+def of_matrices(kind):
+    """Return what makes an optimizer of the matrices among parameters, if it takes no others."""
+    if kind.__name__ != "Muon":
+        return kind
+    return lambda parameters, lr: kind([p for p in parameters if p.ndim == 2], lr)
+
+
 def repeated():
     """Train with every optimizer that can be sharded; return whether updates were repeated."""
     with noted() as compared:
-        for optimizer_class in ELEMENTWISE:
-            train_with(None, make=optimizer_class, steps=3, model_of=Mixed)
+        for kind in SHARDABLE:
+            train_with(None, make=of_matrices(kind), steps=3, model_of=Mixed)
         for make in partial(torch.optim.SGD, momentum=0.9), partial(torch.optim.AdamW, fused=True):
             train_with(None, make=make, steps=3, model_of=Mixed)
     return compared
@@ -192,7 +209,26 @@ def repeated():
 
 def test_every_optimizer_that_can_be_sharded_is_repeated_with_the_same_bits():
     first, second = run_workers(repeated, 2)
-    assert first == second == [True] * 3 * (len(ELEMENTWISE) + 2)
+    assert first == second == [True] * 3 * (len(SHARDABLE) + 2)
+
+
+def with_faulty_matrices():
+    """Train with an owner whose matrices are wrong, and with matrices too large to be repeated."""
+    results = []
+    for kind in WHOLE:
+        results.append(train_with("update", make=kind, model_of=Matrices))
+        with noted() as compared, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(update_check, "MOST", 1)
+            train_with(None, make=kind, steps=3, model_of=Matrices)
+        assert compared == [False] * 3
+    return results
+
+
+def test_a_wrong_update_of_a_matrix_is_found():
+    for by_kind in run_workers(with_faulty_matrices, 3):
+        for error, step in by_kind:
+            assert (error.ranks, error.step, step) == ((AT % 3,), AT, AT)
+            assert error.tensor.startswith("the parameter ")
 
 
 @pytest.mark.long

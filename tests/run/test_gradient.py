@@ -399,3 +399,60 @@ def test_batch_without_items_has_no_gradient():
         )
     assert list(means) == []
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+
+
+class Sourced:
+    """Numbers of two sources, of which the second one is rare, and its error large."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        source = int(index % 8 == 7)
+        return {"x": torch.tensor([index / 7.0, 1.0]), "error": float(source), "source": source}
+
+
+def by_source(errors, batch):
+    """Return the sum of errors and the number of samples of each source, and of one without any."""
+    masks = {name: batch["source"] == n for n, name in enumerate(("often", "rare", "never"))}
+    return {name: ((errors * mask).sum(), mask.sum()) for name, mask in masks.items()}
+
+
+def losses_of_sources(run):
+    """Return the means of both forms of a loop, those of a worker, and of an evaluation."""
+    torch.manual_seed(0)
+    model = run.replicate(nn.Linear(2, 1))
+
+    def loss_fn(model, batch):
+        errors = (model(batch["x"])[:, 0] - batch["error"].float()).square()
+        return errors.mean(), by_source(errors.detach(), batch)
+
+    for batch in run.batches(Sourced(), 10, epochs=1, shuffle=False):
+        means = run.backward(loss_fn, model, batch)
+        for lane in batch.lanes(model):
+            loss, pairs = loss_fn(model, lane)
+            batch.backward(loss, **pairs)
+        assert dict(batch.means) == dict(means)
+        errors = [
+            (model(sample["x"])[0].double() - sample["error"]).square().item()
+            for n in range(10 * run.step, min(24, 10 * run.step + 10))
+            if (sample := Sourced()[n])["source"]
+        ]
+        assert means["rare"] == pytest.approx(sum(errors) / len(errors)), "exact over all lanes"
+        assert "never" not in means
+        run.log(means)
+    tested = run.evaluate(loss_fn, model, Sourced(), 5)
+    assert 0.9 < (21 * tested["often"] + 3 * tested["rare"]) / 24 / tested["loss"] < 1.1
+    assert "never" not in tested
+    with pytest.raises(ss.EvaluationError, match="'often' must be a scalar or a pair"):
+        run.evaluate(lambda *_: {"often": (1, 2, 3)}, model, Sourced(), 5)
+    return dict(means), dict(tested)
+
+
+def test_pairs_are_means_over_what_they_count():
+    def body():
+        with ss.init(lanes=4) as run:
+            return losses_of_sources(run)
+
+    (alone,) = run_workers(body, 1)
+    assert run_workers(body, 3) == [alone] * 3

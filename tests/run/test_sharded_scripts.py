@@ -63,23 +63,41 @@ class Script:
         weights = [parameter for name, parameter in named.items() if "weight" in name]
         biases = [parameter for name, parameter in named.items() if "bias" in name]
         groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+        self.make, others = make, []
+        if make is muon:  # matrices only
+            groups = [{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}]
+            others = [adam([{"params": biases}])]
         self.optimizer = make(groups)
         use(self, "made")
         if shards:
-            self.optimizer = run.shard(self.optimizer)
+            self.optimizer, *others = map(run.shard, (self.optimizer, *others))
         use(self, "sharded")
-        run.track(model=self.model, optimizer=self.optimizer)
+        more = {f"other{number}": other for number, other in enumerate(others)}
+        run.track(model=self.model, optimizer=self.optimizer, **more)
         for batch in run.batches(data(), 4, epochs=3):
             use(self, "begin")
             run.backward(loss_of, self.model, batch)
             use(self, "before")
-            self.optimizer.step()
+            for optimizer in (*others, self.optimizer):
+                optimizer.step()
             use(self, "after")
-            self.optimizer.zero_grad()
+            for optimizer in (*others, self.optimizer):
+                optimizer.zero_grad()
 
 
 def adam(groups):
     return torch.optim.AdamW(groups, lr=0.02)
+
+
+def muon(groups):
+    return torch.optim.Muon(groups, lr=0.02)
+
+
+def adafactor(groups):
+    return torch.optim.Adafactor(groups, lr=0.02)
+
+
+MAKES = [adam, adafactor, *([muon] if hasattr(torch.optim, "Muon") else [])]
 
 
 def trained(use, *, shards, make=adam):
@@ -166,12 +184,17 @@ def own_step(script, when):
 def options(script, when):
     if when == "sharded":
         script.kept["schedule"] = torch.optim.lr_scheduler.OneCycleLR(
-            script.optimizer, 0.05, total_steps=STEPS
+            script.optimizer,
+            0.05,
+            total_steps=STEPS,
+            cycle_momentum=script.make is not adafactor,  # which has none
         )
     if when == "after":
         script.kept["schedule"].step()
         assert script.optimizer.param_groups[0]["lr"] == script.kept["schedule"].get_last_lr()[0]
-        script.optimizer.param_groups[1].update(weight_decay=0.1 * script.run.step, eps=1e-4)
+        script.optimizer.param_groups[1].update(weight_decay=0.1 * script.run.step)
+        if script.make is not adafactor:  # which has two of them
+            script.optimizer.param_groups[1].update(eps=1e-4)
         script.optimizer.param_groups[0] = {**script.optimizer.param_groups[0], "betas": (0.8, 0.9)}
 
 
@@ -196,12 +219,10 @@ def back_to_no_state(script, when):
 def state_of_another(script, when):
     """Load the state of an optimizer that is not sharded, as from a file."""
     if when == "sharded":
-        model = Layers()
-        other = adam(
-            [{"params": [*model.parameters()][::2]}, {"params": [*model.parameters()][1::2]}]
-        )
+        groups = [[p.detach().clone() for p in g["params"]] for g in script.optimizer.param_groups]
+        other = script.make([{"params": parameters} for parameters in groups])
         generator = torch.Generator().manual_seed(3)
-        for parameter in model.parameters():
+        for parameter in parameters_of(other):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         other.step()
         script.optimizer.load_state_dict(other.state_dict())
@@ -225,10 +246,11 @@ def looked_at(script, when):
     """Look at what does not depend on slices, which changes nothing."""
     norms = [parameter.detach().norm() for parameter in parameters_of(script.optimizer)]
     names = {id(parameter) for parameter in script.model.parameters()}
-    assert {id(parameter) for parameter in parameters_of(script.optimizer)} == names
-    assert len(norms) == 6
+    assert {id(parameter) for parameter in parameters_of(script.optimizer)} <= names
+    assert len(norms) == (3 if script.make is muon else 6)
     assert "lr: 0.02" in repr(script.optimizer)
-    assert script.optimizer.state_dict()["param_groups"][1]["params"] == [3, 4, 5]
+    numbers = [group["params"] for group in script.optimizer.state_dict()["param_groups"]]
+    assert numbers == ([[0, 1], [2]] if script.make is muon else [[0, 1, 2], [3, 4, 5]])
 
 
 ACCEPTED = [
@@ -252,7 +274,11 @@ ACCEPTED = [
 
 
 def all_trained(*, shards):
-    results = {use.__name__: trained(use, shards=shards) for use in ACCEPTED}
+    results = {
+        (use.__name__, make.__name__): trained(use, shards=shards, make=make)
+        for use in ACCEPTED
+        for make in MAKES
+    }
     for make in torch.optim.NAdam, lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9):
         for use in lookahead, back_to_a_copy:
             results[use.__name__, make.__name__] = trained(use, shards=shards, make=make)
@@ -361,10 +387,12 @@ def refused(script, when):
             group["params"][:] = parameters
 
 
-def test_what_would_not_act_on_slices_is_refused_at_once():
-    (expected,) = run_workers(lambda: trained(lambda *_: None, shards=False), 1)
+@pytest.mark.parametrize("make", MAKES)
+def test_what_would_not_act_on_slices_is_refused_at_once(make):
+    (expected,) = run_workers(lambda: trained(lambda *_: None, shards=False, make=make), 1)
     for workers in WORKERS:
-        assert run_workers(lambda: trained(refused, shards=True), workers) == [expected] * workers
+        found = run_workers(lambda: trained(refused, shards=True, make=make), workers)
+        assert found == [expected] * workers
 
 
 @pytest.mark.parametrize("place", ["made", "sharded"])

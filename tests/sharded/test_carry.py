@@ -13,10 +13,7 @@ SIZE = 5
 def pieces_of(lanes, cuts):
     """Return what a carry gets of some lanes, [lanes, SIZE], cut into pieces."""
     ends = sorted({0, SIZE, *cuts})
-    return [
-        (start, stop, [lane[start:stop] for lane in lanes])
-        for start, stop in pairwise(ends)
-    ]
+    return [(start, stop, [lane[start:stop] for lane in lanes]) for start, stop in pairwise(ends)]
 
 
 def added(values, turns, cuts):

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samestep.step import across_hosts
@@ -61,12 +61,18 @@ def subtree_sums(parameters, own_lanes, lanes, seed):
     return [tree_sum(span, leaf, add_gradients) for span in subtrees(own_lanes, lanes)]
 
 
-def exchanged(world, lanes, dtypes, seeds, across="host"):
-    """Return the bits of every gradient for each dtype and seed, from one exchange per dtype."""
+def exchanged(world, lanes, dtypes, seeds, across="host", owner_step=None):
+    """Return the bits of every gradient for each dtype and seed, from one exchange per dtype.
+
+    With an `owner_step`, slices cut no parameter: with 0, the first worker owns all of them.
+    """
     gathered = []
     for dtype in dtypes:
         parameters = parameters_of(dtype)
-        exchange = exchange_of(parameters, lanes, world, across=across)
+        owners = None
+        if owner_step is not None:
+            owners = tuple(sorted(owner_step * n % world.size for n in range(len(parameters))))
+        exchange = exchange_of(parameters, lanes, world, across=across, owners=owners)
         for seed in seeds:
             exchange.put(
                 subtree_sums(parameters, lanes_of(world.rank, world.size, lanes), lanes, seed)
@@ -99,11 +105,20 @@ def expected_of(lanes, dtypes, seeds):
     return expected
 
 
-@given(workers=st.integers(1, 7), more_lanes=st.integers(0, 9), seed=st.integers(0, 1000))
-def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed):
+OWNERS = st.none() | st.integers(0, 2)
+
+
+@given(
+    workers=st.integers(1, 7),
+    more_lanes=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+    owner_step=OWNERS,
+)
+def test_the_exchange_is_the_local_tree_sum(workers, more_lanes, seed, owner_step):
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
     expected = expected_of(*arguments)
-    assert in_threads(workers, exchanged, *arguments) == [expected] * workers
+    gathered = in_threads(workers, exchanged, *arguments, "host", owner_step)
+    assert gathered == [expected] * workers
 
 
 def divided(world, sizes, *arguments):
@@ -115,22 +130,23 @@ def divided(world, sizes, *arguments):
     return exchanged(world, *arguments)
 
 
-def on_machines(world, sizes, *arguments):
+def on_machines(world, sizes, owner_step, *arguments):
     """Run `exchanged` without shared memory, on machines with `sizes` workers."""
     ends = list(accumulate(sizes))
     world.machines = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return divided(world, [1] * world.size, *arguments, "world")
+    return divided(world, [1] * world.size, *arguments, "world", owner_step)
 
 
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
+    owner_step=OWNERS,
 )
-def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed):
+def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, owner_step):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    gathered = in_threads(workers, on_machines, sizes, *arguments)
+    gathered = in_threads(workers, on_machines, sizes, owner_step, *arguments)
     assert gathered == [expected_of(*arguments)] * workers
 
 
@@ -139,11 +155,15 @@ def test_machines_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, se
     more_lanes=st.integers(0, 9),
     seed=st.integers(0, 1000),
     across=st.sampled_from(["host", "world"]),
+    owner_step=OWNERS,
 )
-def test_hosts_of_any_sizes_exchange_the_local_tree_sum(sizes, more_lanes, seed, across):
+@example(sizes=[2, 2], more_lanes=0, seed=0, across="host", owner_step=0)
+def test_hosts_of_any_sizes_exchange_the_local_tree_sum(
+    sizes, more_lanes, seed, across, owner_step
+):
     workers = sum(sizes)
     arguments = (workers + more_lanes, [torch.float32], [seed, seed + 1])
-    gathered = in_threads(workers, divided, sizes, *arguments, across)
+    gathered = in_threads(workers, divided, sizes, *arguments, across, owner_step)
     assert gathered == [expected_of(*arguments)] * workers
 
 
@@ -167,9 +187,13 @@ def test_the_exchange_over_a_network_is_the_local_tree_sum(hosts, workers, acros
     def body(world):
         across_hosts.CHUNK_BYTES = most_bytes
         assert world.partners is not None
-        return [exchanged(world, *arguments, across) for arguments in everything]
+        return [
+            exchanged(world, *arguments, across, owner_step)
+            for arguments in everything
+            for owner_step in (None, 0)
+        ]
 
-    expected = [expected_of(*arguments) for arguments in everything]
+    expected = [expected_of(*arguments) for arguments in everything for _ in range(2)]
     assert on_hosts(hosts, workers, body) == [expected] * workers
 
 

@@ -520,7 +520,7 @@ def test_parts_of_a_large_parameter_are_updated_as_their_gradients_arrive(
     ((_, expected),) = in_processes(1, body)
     with_state = sum(kind is not optim.SGD or "momentum" in options for kind, options in VARIANTS)
     adagrads = sum(kind is optim.Adagrad for kind, _ in VARIANTS)  # have state before any step
-    held = Layout((41 * 40,), workers).slice_size * hosts
+    held = Layout((41 * 40,), workers).bounds[hosts]
     for rank, (counts, results) in enumerate(on_hosts(hosts, workers, body)):
         elements = min(held, 41 * 40 - rank % (workers // hosts) * held)
         itemsize = 2 if exchange_dtype else 4
@@ -754,6 +754,29 @@ def test_booleans_and_integers_with_an_entry_per_item_are_summed():
         "right": [2.0, 3.0],
         "words": [500.0, 2.0],
     }
+
+
+def test_a_pair_is_a_sum_and_a_count():
+    loss = torch.ones((), requires_grad=True)
+    pairs = {
+        "code": (loss * 3, torch.tensor(2)),
+        "prose": (0.1, torch.tensor([True])),
+        "none": (0, 0),
+    }
+    _, metrics = split_loss((loss, pairs), 0)
+    assert {name: value.tolist() for name, value in metrics.items()} == {
+        "code": [3.0, 2.0],
+        "prose": [0.1, 1.0],
+        "none": [0.0, 0.0],
+    }
+    assert not metrics["code"].requires_grad
+
+
+@pytest.mark.parametrize("pair", [(1,), (1, 2, 3), (1, torch.ones(2)), (1, "two"), ()])
+def test_other_tuples_are_refused(pair):
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(LossError, match=r"'code' must be a scalar or a pair \(sum, count\)"):
+        split_loss((loss, {"code": pair}), 0)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

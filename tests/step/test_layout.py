@@ -20,8 +20,10 @@ SIZES = st.lists(
 @example((1,), 17)
 def test_fragments_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
     layout = Layout(sizes, workers)
-    assert layout.flat_size == layout.slice_size * workers >= layout.offsets[-1]
-    assert layout.slice_size % ALIGNMENT == 0
+    size = layout.bounds[1]
+    assert layout.bounds == tuple(number * size for number in range(workers + 1))
+    assert layout.flat_size == size * workers >= layout.offsets[-1]
+    assert size % ALIGNMENT == 0
     covered = [[] for _ in sizes]
     for rank in range(workers):
         fragments = layout.fragments(rank)
@@ -29,7 +31,7 @@ def test_fragments_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
             {fragment.index for fragment in fragments}
         )
         for fragment in fragments:
-            flat_start = rank * layout.slice_size + fragment.offset
+            flat_start = rank * size + fragment.offset
             assert flat_start == layout.offsets[fragment.index] + fragment.start
             assert (
                 flat_start % ALIGNMENT
@@ -39,12 +41,29 @@ def test_fragments_tile_every_tensor_once_on_multiples_of_64(sizes, workers):
             )
             assert fragment.stop % ALIGNMENT == 0 or fragment.stop == sizes[fragment.index]
             assert 0 <= fragment.start < fragment.stop
-            assert fragment.offset + fragment.stop - fragment.start <= layout.slice_size
+            assert fragment.offset + fragment.stop - fragment.start <= size
             covered[fragment.index].append((fragment.start, fragment.stop))
-    for size, parts in zip(sizes, covered, strict=True):
+    for elements, parts in zip(sizes, covered, strict=True):
         ends = [0, *(stop for _, stop in parts)]
         assert [start for start, _ in parts] == ends[:-1]
-        assert ends[-1] == size
+        assert ends[-1] == elements
+
+
+@given(SIZES, st.integers(1, 17), st.randoms(use_true_random=False))
+def test_a_layout_with_owners_cuts_no_tensor(sizes, workers, random):
+    owners = tuple(sorted(random.randrange(workers) for _ in sizes))
+    layout = Layout(sizes, workers, ALIGNMENT, owners)
+    assert layout.offsets == Layout(sizes, 1).offsets
+    assert layout.bounds == tuple(sorted(layout.bounds))
+    assert (layout.bounds[0], layout.flat_size) == (0, layout.offsets[-1])
+    fragments = [layout.fragments(number) for number in range(workers)]
+    for number, of_one in enumerate(fragments):
+        assert [(fragment.index, fragment.start, fragment.stop) for fragment in of_one] == [
+            (index, 0, size) for index, size in enumerate(sizes) if size and owners[index] == number
+        ]
+        for fragment in of_one:
+            assert layout.bounds[number] + fragment.offset == layout.offsets[fragment.index]
+    assert len(layout.fragments(0, workers)) == sum(map(len, fragments))
 
 
 @given(SIZES, st.integers(1, 17))
@@ -61,7 +80,7 @@ def test_offsets_do_not_depend_on_the_number_of_workers(sizes, workers):
 def test_no_worker_gets_more_than_its_share_rounded_up():
     layout = Layout((100, 64, 1, 300), 3)
     assert layout.offsets == (0, 128, 192, 256, 576)
-    assert layout.slice_size == 192
+    assert layout.bounds == (0, 192, 384, 576)
     assert [
         [(fragment.index, fragment.start, fragment.stop) for fragment in layout.fragments(rank)]
         for rank in range(3)

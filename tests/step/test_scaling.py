@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -38,10 +39,12 @@ def parameters_with_gradients(seed, dtype=torch.float32):
     return parameters
 
 
-def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across="world"):
+def clipped(
+    world, seed, max_norm, sharded, chosen, dtype=torch.float32, *, across="world", are_whole=False
+):
     """Return the bits of the norm of `chosen` parameters, and of all gradients after clipping.
 
-    The gradients of `sharded` parameters are in slices.
+    The gradients of `sharded` parameters are in slices, which cut none of them if they `are_whole`.
     """
     parameters = parameters_with_gradients(seed, dtype)
     flat_buffer = None
@@ -50,7 +53,9 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         present = [parameter.grad is not None for parameter in in_buffer]
         gradients = [parameter.grad for parameter in in_buffer]
         optimizer = torch.optim.SGD(in_buffer, lr=0.1)
-        spec = ExchangeSpec(in_buffer, Assignment(world.size, LANES), world, across=across)
+        owners = tuple(sorted(number % world.size for number in sharded)) if are_whole else None
+        assignment = Assignment(world.size, LANES)
+        spec = ExchangeSpec(in_buffer, assignment, world, across=across, owners=owners)
         exchange = choose_exchange(spec)
         flat_buffer = FlatBuffer(exchange, Contents(optimizer))
         flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
@@ -76,9 +81,12 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
         max_norm,
     )
     if flat_buffer is not None:
-        by_rank = torch.empty_like(flat)
-        world.all_gather(by_rank, exchange.slice_of(flat, world.rank), "gathering gradients")
-        flat.copy_(exchange.by_number(by_rank.view(world.size, -1)).view(-1))
+        most = max(map(exchange.size_of, range(world.size)))
+        by_rank = flat.new_empty(world.size, most)
+        own = exchange.slice_of(flat, world.rank)
+        sent = torch.nn.functional.pad(own, (0, most - len(own)))
+        world.all_gather(by_rank.view(-1), sent, "gathering gradients")
+        flat.copy_(exchange.joined(by_rank))
         for parameter, view, is_present in zip(
             in_buffer, flat_buffer.exchange.views(flat), present, strict=True
         ):
@@ -92,8 +100,10 @@ def clipped(world, seed, max_norm, sharded, chosen, dtype=torch.float32, across=
 def test_complete_and_sharded_gradients_are_clipped_to_the_same_bits(data, workers, seed, max_norm):
     numbers = st.sets(st.integers(0, len(SHAPES) - 1)).map(sorted)
     sharded, chosen = data.draw(numbers), data.draw(numbers.filter(bool))
+    are_whole = data.draw(st.booleans())
     expected = clipped(in_threads(1, lambda world: world)[0], seed, max_norm, [], chosen)
-    assert in_threads(workers, clipped, seed, max_norm, sharded, chosen) == [expected] * workers
+    clip = partial(clipped, are_whole=are_whole)
+    assert in_threads(workers, clip, seed, max_norm, sharded, chosen) == [expected] * workers
 
 
 @pytest.mark.parametrize(
@@ -125,9 +135,11 @@ def test_processes_clip_to_the_same_bits(workers):
 def test_hosts_clip_to_the_same_bits(across):
     def body(world, across):
         everything = range(len(SHAPES))
+        arguments = (1.0, everything[::2], everything)
         return [
-            clipped(world, seed, 1.0, everything[::2], everything, torch.float32, across)
+            clipped(world, seed, *arguments, across=across, are_whole=are_whole)
             for seed in range(5)
+            for are_whole in (False, True)
         ]
 
     assert on_hosts(2, 4, body, across) == in_processes(1, body, across) * 4

@@ -12,7 +12,15 @@ from samestep.errors import OptimizerError
 from samestep.step.gradients import copy_gradients
 from samestep.step.layout import Assignment, Layout, TensorSlice
 from samestep.step.optimizer_state import SCALAR_STATE, load_optimizer
-from samestep.step.shard import ELEMENTWISE, Shard, check_shardable, choose_across
+from samestep.step.shard import (
+    ELEMENTWISE,
+    WHOLE,
+    Shard,
+    check_shardable,
+    choose_across,
+    newton_schulz_cost,
+    owners_of,
+)
 from tests.bits import bits, digest
 from tests.worlds import in_processes, on_hosts
 
@@ -41,7 +49,17 @@ VARIANTS = [
     (optim.Rprop, {}),
     (optim.ASGD, {"t0": 2}),
 ]
+WHOLE_VARIANTS = [
+    (optim.Adafactor, {"weight_decay": 0.1}),
+    (optim.Adafactor, {"foreach": True, "maximize": True}),
+]
+if hasattr(optim, "Muon"):
+    WHOLE_VARIANTS += [
+        (optim.Muon, {}),
+        (optim.Muon, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
+    ]
 SHAPES = [(65, 5), (64,), (7,), (), (2, 3, 4, 4), (500,), (64, 2), (128,), (192,), (11,)]
+MATRICES = [(65, 5), (64, 64), (7, 130), (1, 1), (24, 40), (48, 16), (3, 5), (9, 70), (8, 8)]
 # parameter: steps in which it has no gradient
 ABSENT = {1: {0, 1}, 3: {2}, 2: set(range(STEPS)), 7: {1, 4}}
 
@@ -54,13 +72,20 @@ class Job:
 
     def __init__(self, world, kind, options, across="world"):
         generator = torch.Generator().manual_seed(1)
-        dtypes = [torch.float32] * (len(SHAPES) - 1) + [torch.float64]
+        has_matrices = kind.__name__ == "Muon"
+        shapes = MATRICES if has_matrices else SHAPES
+        dtypes = [torch.float32] * (len(shapes) - 1) + [torch.float64]
+        if has_matrices:
+            dtypes[-2] = torch.bfloat16
         self.parameters = [
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-            for shape, dtype in zip(SHAPES, dtypes, strict=True)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
-        self.parameters[4].data = self.parameters[4].data.contiguous(
-            memory_format=torch.channels_last
+        value = self.parameters[4].data  # in another storage order
+        self.parameters[4].data = (
+            value.T.contiguous().T
+            if has_matrices
+            else value.contiguous(memory_format=torch.channels_last)
         )
         groups = [{"params": self.parameters[:3]}, {"params": self.parameters[3:], "lr": 0.02}]
         self.optimizer = kind(groups, lr=0.01, **options)
@@ -193,13 +218,34 @@ def comparable(state):
     return [comparable(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
-def test_sharded_and_unsharded_optimizers_give_the_same_bits():
-    (plain,) = in_processes(1, trained)
+def trained_alone(variants):
+    """Return the results of one worker, its states in the middle, and results that use those."""
+    (plain,) = in_processes(1, trained, None, variants)
     kept = [result["middle"] for result in plain]
-    (alone,) = in_processes(1, trained, kept)
-    for variant, result in zip(VARIANTS, alone, strict=True):
+    (alone,) = in_processes(1, trained, kept, variants)
+    for variant, result in zip(variants, alone, strict=True):
         assert result["continued"] == result["history"][-1], variant
         assert len(set(result["history"])) == STEPS, variant
+    return plain, kept, alone
+
+
+def check_workers(by_worker, variants, plain, kept, alone):
+    """Compare the results of several workers with those of one."""
+    for number, variant in enumerate(variants):
+        variant_results = [worker[number] for worker in by_worker]
+        for worker in variant_results:
+            assert worker["history"] == plain[number]["history"], variant
+            assert worker["continued"] == alone[number]["continued"], variant
+            assert digest(worker["middle"]["parameters"]) == digest(kept[number]["parameters"]), (
+                variant
+            )
+        assert comparable(
+            merged([worker["middle"]["part"] for worker in variant_results])
+        ) == comparable(kept[number]["part"]), variant
+
+
+def test_sharded_and_unsharded_optimizers_give_the_same_bits():
+    plain, kept, alone = trained_alone(VARIANTS)
     for workers in (2, 3):
         sizes = tuple(torch.Size(shape).numel() for shape in SHAPES[:-1])
         assert {
@@ -208,18 +254,55 @@ def test_sharded_and_unsharded_optimizers_give_the_same_bits():
             for fragment in Layout(sizes, workers).fragments(rank)
             if fragment.start
         } & {4, 5}
-        by_worker = in_processes(workers, trained, kept)
-        for number, variant in enumerate(VARIANTS):
-            variant_results = [worker[number] for worker in by_worker]
-            for worker in variant_results:
-                assert worker["history"] == plain[number]["history"], variant
-                assert worker["continued"] == alone[number]["continued"], variant
-                assert digest(worker["middle"]["parameters"]) == digest(
-                    kept[number]["parameters"]
-                ), variant
-            assert comparable(
-                merged([worker["middle"]["part"] for worker in variant_results])
-            ) == comparable(kept[number]["part"]), variant
+        check_workers(in_processes(workers, trained, kept), VARIANTS, plain, kept, alone)
+
+
+def test_parameters_with_one_owner_give_the_same_bits():
+    plain, kept, alone = trained_alone(WHOLE_VARIANTS)
+    for workers in (2, 3, 7):
+        by_worker = in_processes(workers, trained, kept, WHOLE_VARIANTS)
+        check_workers(by_worker, WHOLE_VARIANTS, plain, kept, alone)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "across"),
+    [(2, 4, "world"), (2, 4, "host"), pytest.param(3, 3, "world", marks=pytest.mark.long)],
+)
+def test_hosts_have_one_owner_of_each_parameter(hosts, workers, across):
+    plain, kept, alone = trained_alone(WHOLE_VARIANTS)
+    by_worker = on_hosts(hosts, workers, trained, kept, WHOLE_VARIANTS, across)
+    check_workers(by_worker, WHOLE_VARIANTS, plain, kept, alone)
+
+
+def test_owners_have_equal_work():
+    shapes = [(2, 2), (8, 8), (8, 8), (32, 4), (8, 8), (4, 8)]  # 8, 512, 512, 512, 512, 128
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    assert list(map(newton_schulz_cost, parameters)) == [8, 512, 512, 512, 512, 128]
+
+    def numbers(workers):
+        owners = owners_of(parameters, workers, newton_schulz_cost)
+        return [owners[id(parameter)] for parameter in parameters]
+
+    assert numbers(1) == [0] * 6
+    assert numbers(2) == [1, 0, 1, 0, 1, 0]
+    assert numbers(3) == [2, 0, 1, 2, 0, 1]
+    assert numbers(8) == [5, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="Muon is in torch since 2.9")
+def test_more_workers_than_matrices():
+    def body(world):
+        parameters = [torch.nn.Parameter(torch.eye(8)), torch.nn.Parameter(torch.zeros(0, 4))]
+        optimizer = optim.Muon(parameters, lr=0.1)
+        shard = Shard(optimizer, LANES, world)
+        give(shard.flat_buffers[0], [torch.ones(8, 8), torch.zeros(0, 4)])
+        optimizer.step()
+        sizes = [buffer.own.numel() for buffer in shard.flat_buffers]
+        return digest(parameters), len(shard.state_dict()["state"]), sizes
+
+    by_worker = in_processes(3, body)
+    assert len({parameters for parameters, _, _ in by_worker}) == 1
+    assert [rest for _, *rest in by_worker] == [[1, [64]], [0, [0]], [0, [0]]]
 
 
 @pytest.mark.parametrize("across", [pytest.param("host", marks=pytest.mark.long), "world"])
@@ -300,6 +383,7 @@ def test_adjacent_fragments_share_a_segment():
 
 def test_every_listed_optimizer_is_tested():
     assert {kind for kind, _ in VARIANTS} == set(ELEMENTWISE)
+    assert {kind for kind, _ in WHOLE_VARIANTS} == set(WHOLE)
 
 
 def test_scalar_state_is_torch_state_with_one_value_per_parameter():
@@ -345,7 +429,6 @@ def test_optimizers_that_cannot_be_sharded_are_rejected():
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
     for optimizer in (
         optim.LBFGS(parameters),
-        optim.Adafactor(parameters),
         OwnAdam(parameters),
         optim.SparseAdam(parameters),
     ):

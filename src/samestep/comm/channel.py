@@ -371,29 +371,40 @@ class Reduction:
     """Adds up a tensor over several workers in the background; each adds a `share` of it.
 
     It sends others what they add, by rank, and once it has received what it adds, the total.
-    `number` is the same on all workers.
+    `number` is the same on all workers, and that of several `parts` of one sum.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], number: int, share: Share) -> None:
-        self._channels, self._number, self._share = channels, number, share
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        number: int,
+        share: Share,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        self._channels, self._share = channels, share
+        self._number, self._part, self._parts = number, part, parts
         self._lock = Lock()
         self._is_sent = self._is_added = False
         self._sending: list[tuple[Channel, Transfer]] = []
         # place 0 is for totals, places from 1 on are for the sums that make them up
         self._sums = [
-            (channel, channel.receive((number, place), partner_sum, self._add_if_complete))
+            (channel, channel.receive(self._key(place), partner_sum, self._add_if_complete))
             for rank, channel in channels.items()
             for place, partner_sum in enumerate(share.received[rank], start=1)
         ]
         self._arriving = [
-            (channel, channel.receive((number, 0), share.totals[rank]))
+            (channel, channel.receive(self._key(0), share.totals[rank]))
             for rank, channel in channels.items()
         ]
+
+    def _key(self, place: int) -> Key:
+        return self._number, place * self._parts + self._part
 
     def send(self, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Send sums, which must stay as they are, by the rank of the worker that adds them."""
         self._sending = [
-            (channel, channel.send((self._number, place), own_sum))
+            (channel, channel.send(self._key(place), own_sum))
             for rank, channel in self._channels.items()
             for place, own_sum in enumerate(sums[rank], start=1)
         ]
@@ -407,7 +418,7 @@ class Reduction:
             self._is_added = True  # even if it fails: parts may be added by then
             self._share.add()
             self._sending += [
-                (channel, channel.send((self._number, 0), self._share.total))
+                (channel, channel.send(self._key(0), self._share.total))
                 for channel in self._channels.values()
             ]
 
@@ -439,7 +450,12 @@ class ChannelPartners:
 
     def begin_sums(self, shares: Sequence[Share], what: str) -> SendSums:
         """Do what `Partners.begin_sums` says, with a `Reduction` for each tensor."""
-        reductions = [Reduction(self.channels, self.next_number(), share) for share in shares]
+        # one for all of them: workers in other places of a host may have more or fewer parts
+        number = self.next_number()
+        reductions = [
+            Reduction(self.channels, number, share, part, len(shares))
+            for part, share in enumerate(shares)
+        ]
 
         def send(sums: Iterable[Mapping[int, Sequence[Tensor]]]) -> list[Arrival]:
             arrivals = []

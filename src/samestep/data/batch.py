@@ -153,7 +153,8 @@ class Batch:
 
         Args:
             loss: Scalar tensor with a gradient, the mean over the lane's items.
-            metrics: Scalars to average over all items, or a boolean or integer tensor [items].
+            metrics: Scalars to average over all items, a boolean or integer tensor [items], or a
+                pair (sum, count) of scalars.
 
         Raises:
             LossError: The loss is not a scalar or has no gradient; this is not the body of such a

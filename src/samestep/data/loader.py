@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -206,15 +206,20 @@ class Fetcher(Dataset[Any]):
             observe(kind="sample", name=type(self.dataset).__name__)
 
     def _samples(self, request: Request) -> list[Any]:
-        if not hasattr(self.dataset, "__getitems__"):
-            return [self.dataset[index] for index in request.indices]
-        samples = self.dataset.__getitems__(list(request.indices))
-        if len(samples) != len(request.indices):
-            raise DataError(
-                "__getitems__ must return one sample per index, in order; got"
-                f" {len(samples)} samples for {len(request.indices)} indices"
-            )
-        return list(samples)
+        return samples_of(self.dataset, request.indices)
+
+
+def samples_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """Return the samples at `indices` of a map-style data set, together if it can load them so."""
+    if not hasattr(dataset, "__getitems__"):
+        return [dataset[index] for index in indices]
+    samples = dataset.__getitems__(list(indices))
+    if len(samples) != len(indices):
+        raise DataError(
+            "__getitems__ must return one sample per index, in order; got"
+            f" {len(samples)} samples for {len(indices)} indices"
+        )
+    return list(samples)
 
 
 def size_of(dataset: Any) -> int:
@@ -228,6 +233,11 @@ def size_of(dataset: Any) -> int:
             "expected a data set, got a DataLoader; pass the data set that it loads (dataset, not"
             " loader) with batch_size=, collate_fn= and loader_workers= here: samestep makes the"
             " batches, so that each sample is used once at any number of workers"
+        )
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"expected a data set, got a {type(dataset).__name__}; run.batches takes a dict of data"
+            " sets with weights=, and run.evaluate one data set at a time"
         )
     # torch's base class has a method that only raises an error
     has_items = getattr(type(dataset), "__getitem__", Dataset.__getitem__) != Dataset.__getitem__
@@ -459,8 +469,8 @@ def plan_batches(
     for number, (epoch, step) in enumerate(positions()):
         if is_due(number, epoch, step):
             check.add(use, epoch, next(source))
-        if number == 0 or step == 0:
-            check.add_plan(use, epoch, plan.describe(epoch))
+        if number == 0 or step == 0 or plan.varies:
+            check.add_plan(use, epoch, plan.compared(epoch, step))
         origin = Origin(name, dataset, plan, epoch, step, lane_source.load)
         counts, is_exact = plan.counts(epoch, step), collate_fn is None
         batch = Batch(epoch, lanes, counts, source, is_exact, origin)

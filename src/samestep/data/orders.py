@@ -22,6 +22,7 @@ from samestep.data.plan import (
     array_digest,
     check_positive,
     checked_array,
+    dealt,
     small_permutation,
 )
 from samestep.data.random_state import Permutation, key, keyed, uniform
@@ -291,7 +292,7 @@ class ShardPlan(ShuffledPlan):
         super().__post_init__()
         self._first_sample = np.cumsum(self._sizes) - self._sizes
         full_steps, rest = divmod(self.samples, self.batch_size)
-        last = [0] * self.lanes if self.drop_last else self._deal(rest)
+        last = [0] * self.lanes if self.drop_last else dealt(rest, self.lanes)
         lengths = [
             full_steps * full + more for full, more in zip(self._full_counts, last, strict=True)
         ]

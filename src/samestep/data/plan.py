@@ -20,6 +20,12 @@ Indices = NDArray[np.int64]
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
 
 
+def dealt(batch: int, lanes: int) -> list[int]:
+    """Return the samples of each lane if a batch is cut into slices of consecutive samples."""
+    ends = [lane * batch // lanes for lane in range(lanes + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
 @dataclass
 class Plan(ABC):
     """The assignment of samples to the steps and lanes of each epoch."""
@@ -54,6 +60,12 @@ class Plan(ABC):
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
 
+    varies = False  # from step to step, by functions of the user
+
+    def compared(self, epoch: int, step: int) -> dict[str, int | bool | str]:
+        """Return the values in which workers must agree, at a step of an epoch."""
+        return self.describe(epoch)
+
     @property
     def array(self) -> NDArray[Any] | None:
         """The user's array that the order is computed from, None if there is none."""
@@ -86,7 +98,7 @@ class ShuffledPlan(Plan):
                 f"batch_size={self.batch_size} with drop_last leaves none of {self.samples}"
                 " samples; decrease it or keep the last batch"
             )
-        self._full_counts = self._deal(self.batch_size)
+        self._full_counts = dealt(self.batch_size, self.lanes)
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -95,11 +107,7 @@ class ShuffledPlan(Plan):
 
     def counts(self, epoch: int, step: int) -> list[int]:
         left = self.samples - step * self.batch_size
-        return self._full_counts.copy() if left >= self.batch_size else self._deal(left)
-
-    def _deal(self, batch: int) -> list[int]:
-        ends = [lane * batch // self.lanes for lane in range(self.lanes + 1)]
-        return [stop - start for start, stop in pairwise(ends)]
+        return self._full_counts.copy() if left >= self.batch_size else dealt(left, self.lanes)
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         first = step * self.batch_size

@@ -6,7 +6,7 @@ import torch
 
 from samestep.errors import ConfigError
 from samestep.run import Run
-from samestep.step.shard import ELEMENTWISE
+from samestep.step.shard import SHARDABLE
 
 
 def check_devices(run: Run, trainer: str) -> None:
@@ -17,9 +17,9 @@ def check_devices(run: Run, trainer: str) -> None:
         )
 
 
-def shard_if_elementwise(run: Run, optimizer: torch.optim.Optimizer) -> None:
+def shard_if_possible(run: Run, optimizer: torch.optim.Optimizer) -> None:
     """Divide an optimizer among the workers where that gives the same bits."""
-    if type(optimizer) in ELEMENTWISE:
+    if type(optimizer) in SHARDABLE:
         run.shard(optimizer)
 
 

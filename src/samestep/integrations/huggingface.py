@@ -28,7 +28,7 @@ from transformers.trainer_utils import (
 from samestep.data.batch import Batch
 from samestep.data.loader import size_of
 from samestep.errors import ConfigError
-from samestep.integrations.common import check_devices, shard_if_elementwise, steps_per_epoch
+from samestep.integrations.common import check_devices, shard_if_possible, steps_per_epoch
 from samestep.run import Run
 
 # Arguments that must keep their default, and what to do instead.
@@ -231,7 +231,7 @@ class Trainer(transformers.Trainer):
         """Create the optimizer, the scheduler and the state, and restore them on a resume."""
         run, handler = self.run, self.callback_handler
         self.create_optimizer()
-        shard_if_elementwise(run, self.optimizer)
+        shard_if_possible(run, self.optimizer)
         self.create_scheduler(num_training_steps=max_steps, optimizer=self.optimizer)
         handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.state = TrainerState(

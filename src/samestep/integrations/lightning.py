@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from samestep.data.loader import size_of
 from samestep.errors import ConfigError
-from samestep.integrations.common import check_devices, shard_if_elementwise, steps_per_epoch
+from samestep.integrations.common import check_devices, shard_if_possible, steps_per_epoch
 from samestep.metrics import as_metric
 from samestep.run import Run
 from samestep.step.lane_pass import Count
@@ -215,7 +215,7 @@ class Trainer:
         module.configure_model()
         run.replicate(module)
         optimizer, scheduler = _optimizer(module)
-        shard_if_elementwise(run, optimizer)
+        shard_if_possible(run, optimizer)
         run.track(model=module, optimizer=optimizer, trainer=self)
         if scheduler is not None:
             run.track(scheduler=scheduler.scheduler)

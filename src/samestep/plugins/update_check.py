@@ -21,6 +21,7 @@ from samestep.errors import OptimizerError, RecheckError
 from samestep.plugins.disagreement import Disagreement, differing
 from samestep.step.flat_buffer import Segment
 from samestep.step.hashing import hashes_of
+from samestep.step.layout import view_like
 from samestep.step.optimizer_state import copied, is_elementwise, state_of
 from samestep.step.shard import Shard
 from samestep.torch_internals import (
@@ -31,6 +32,7 @@ from samestep.torch_internals import (
 )
 
 PART: Final = 1 << 18  # elements whose update is repeated in a check; some megabytes are sent
+MOST: Final = 1 << 20  # of a parameter that one worker updates, as Muon does: 1024 x 1024
 PARAMETER: Final = ""  # beside the names of an optimizer's state
 # Of parameters and state, by the numbers of the flat buffer and of the parameter in it, and a name
 Hashes = dict[str, int]
@@ -112,13 +114,18 @@ class UpdateCheck:
     def _parts(self) -> Iterator[Part]:
         """Yield the parts of this worker's slice that will be updated."""
         for number, buffer in enumerate(self._shard.flat_buffers):
-            held = buffer.exchange.held.start * buffer.exchange.layout.slice_size
+            held = buffer.exchange.layout.bounds[buffer.exchange.held.start]
             for segment in buffer.segments:
                 if segment.parameter.grad is not None:
+                    size = part = segment.parameter.numel()
+                    if not buffer.is_whole:
+                        part = PART
+                    elif size > MOST:
+                        continue
                     # cut at multiples of 64 elements, so that no kernel's tail moves
-                    for start in range(0, len(segment.parameter), PART):
+                    for start in range(0, size, part):
                         place = held + segment.start + start
-                        yield number, place, segment, slice(start, start + PART)
+                        yield number, place, segment, slice(start, start + part)
 
     def _inputs(self, number: int, place: int, segment: Segment, elements: slice) -> Any:
         """Return the arguments of `_repeat` for other workers, without memory of the slice."""
@@ -136,7 +143,7 @@ class UpdateCheck:
         """Update this worker's copy of the parameters, and return hashes of the results."""
         buffer = self._shard.flat_buffers[number]
         flat = buffer.flats[buffer.exchange.local_rank]
-        parameter = Parameter(flat[place : place + len(gradient)].clone())
+        parameter = Parameter(view_like(flat, place, gradient).clone())
         parameter.grad = gradient
         after = updated(self._shard.optimizer, options, parameter, state)
         return self._hash(number, place, {PARAMETER: parameter, **after})

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from samestep.data.batch import LaneStream
+from samestep.data.mixture_plan import MixturePlan
 from samestep.snapshot.read import Snapshot
 
 
@@ -16,6 +17,7 @@ class Position:
 
     `is_open` says that the steps of the epoch before it are done, and that what the script does
     after them in its own loop over epochs may not be: that is done when the next epoch begins.
+    `mixture` is what the sources of a `MixturePlan` have given.
     """
 
     epoch: int = 0
@@ -23,6 +25,7 @@ class Position:
     done: int = 0
     plan: dict[str, Any] = field(default_factory=dict)
     is_open: bool = False
+    mixture: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, steps_per_epoch: int | None, *, opens: bool = False) -> int:
         """Count one step (streams have no epochs: None) and return the epoch of the next one.
@@ -35,6 +38,10 @@ class Position:
             self.epoch, self.step, self.is_open = self.epoch + 1, 0, opens
         return self.epoch
 
+    def note(self, mixture: dict[str, Any]) -> None:
+        """Note what the sources of a mixture have given by the end of a step."""
+        self.mixture = mixture
+
 
 class LoopStates:
     """The state of all loops, by name; they take it from here when the script creates them."""
@@ -44,6 +51,7 @@ class LoopStates:
         positions: dict[str, dict[str, Any]] = state.get("positions", {})
         self.positions = {name: Position(**at) for name, at in positions.items()}
         self.streams: dict[str, dict[int, LaneStream]] = {}
+        self.mixtures: dict[str, MixturePlan] = {}  # of loops that have begun
         # in whose open epoch the script continues, with no step and then what it does after them
         self.resumed_open = {name for name, at in self.positions.items() if at.is_open}
         # what per-epoch loops have begun their epochs with
@@ -57,6 +65,7 @@ class LoopStates:
         self.end_with_epoch: set[str] = set()
         self.skipped: set[str] = set()  # after `run.finish`
         self.continued: set[str] = set()  # in an epoch that was left by break
+        self.said: set[str] = set()  # lines about data sets
 
     @property
     def are_open(self) -> bool:

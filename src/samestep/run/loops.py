@@ -12,6 +12,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from samestep.data.batch import Batch, BeginLanes, LaneStream, steps_left, stream_batches
 from samestep.data.lane_body import counter_of
+from samestep.data.mixture_plan import MixturePlan
 from samestep.data.plan import Plan, check_end, check_positive
 from samestep.errors import ConfigError, DataError
 from samestep.run.loop_states import Position
@@ -223,6 +224,11 @@ class PlannedLoop(Loop):
         return plan if limit == self._plan.steps_per_epoch else {**plan, "limit": limit}
 
     @property
+    def sources(self) -> dict[str, int]:
+        """Rows that each source of a mixture has given, the current step included."""
+        return {}
+
+    @property
     def steps(self) -> int:
         """The number of the last step."""
         return self._position.done + len(self)
@@ -278,10 +284,73 @@ class PlannedLoop(Loop):
             ends_with_epoch=self._ends_with_epoch,
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
-            samples=self._plan.samples,
-            batch_size=self._plan.batch_size,
+            **self._begin_plan(),
         )
         return self._run(self._batches(self._positions))
+
+    def _begin_plan(self) -> dict[str, int | None]:
+        """Prepare the plan for a pass; return the samples of an epoch and of a batch."""
+        return {"samples": self._plan.samples, "batch_size": self._plan.batch_size}
+
+
+class MixtureLoop(PlannedLoop):
+    """The batches of a mixture of data sets, or of one data set with batches that vary.
+
+    Each batch is full, so an epoch is a number of steps: those that have as many rows as all
+    sources at the loop's first batch size, or those of `limit`.
+    """
+
+    _plan: MixturePlan
+
+    def __init__(
+        self,
+        progress: Progress,
+        name: str,
+        begin: BeginLanes,
+        plan: MixturePlan,
+        batches: Callable[[Callable[[], Iterator[tuple[int, int]]]], Iterator[Batch]],
+        *,
+        epochs: int | None,
+        steps: int | None,
+    ) -> None:
+        plan.resume(progress.loops.positions.get(name, Position()).mixture)
+        super().__init__(progress, name, begin, plan, batches, epochs=epochs, steps=steps)
+        self._go_on()
+
+    @property
+    def sources(self) -> dict[str, int]:
+        return {name: rows for name, (rows, _) in self._plan.used(self.step).items()}
+
+    def limit(self, steps: int) -> MixtureLoop:
+        """Make every epoch of this loop have some steps, and return the loop.
+
+        Rows go on where the last epoch has ended. Raises what `PlannedLoop.limit` does.
+
+        Example:
+            >>> mixture = {"images": train_set}
+            >>> len(run.batches(mixture, 32, weights={"images": 1}, epochs=3).limit(2))
+            6
+        """
+        check_positive("limit", steps, "of an epoch")
+        self.steps_per_epoch = steps
+        return self
+
+    def _begin_plan(self) -> dict[str, int | None]:
+        self._go_on()
+        self._progress.loops.mixtures[self._name] = self._plan
+        size = self._plan.fixed_batch_size
+        samples = None if size is None else size * self.steps_per_epoch
+        return {"samples": samples, "batch_size": size}
+
+    def _go_on(self) -> None:
+        at, self.step = self._position, self._position.done
+        number = at.epoch * self.steps_per_epoch + at.step
+        self._plan.begin(at.mixture, at.done, number, self.steps_per_epoch)
+
+    def _complete(self) -> int:
+        epoch = super()._complete()
+        self._position.note(self._plan.state(self._position.done))
+        return epoch
 
 
 class StreamLoop(Loop):

@@ -155,6 +155,7 @@ class Recording:
         self._lanes.manual.refuse_in_own_lane("run.log")
         values, low, high = scalars_of(means or {}, scalars)
         at = self._progress
+        values = {**at.used(), **values}
         with at.times.measuring("logging"):
             self._record.scalars(at.step, at.epoch, values, low, high, between=at.between_steps)
         if self.is_main and LOGGED in os.environ:

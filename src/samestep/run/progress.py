@@ -379,6 +379,22 @@ class Progress:
         """Show the means of a backward call of this step to plugins."""
         self._plugins.add(means)
 
+    def used(self) -> dict[str, float]:
+        """Return the rows and epochs that each source of a mixture has given, by their names.
+
+        They include those of the current step.
+        """
+        plan, loop = self.loops.mixtures.get(self._loop), self._loop
+        if plan is None:
+            return {}
+        is_in_step = self._current is not None and not self._current.left
+        used = plan.used(self.loops.positions[loop].done + is_in_step)
+        return {
+            f"{name}/{kind}": value
+            for name, values in used.items()
+            for kind, value in zip(("rows", "epochs"), values, strict=True)
+        }
+
     def add_norm(self, norm: torch.Tensor, max_norm: float) -> None:
         """Note the norm of this step's gradients before they were clipped, for the record.
 

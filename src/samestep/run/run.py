@@ -17,8 +17,11 @@ from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
 from samestep.data.generators import is_observed
-from samestep.data.loader import plan_batches, size_of
-from samestep.data.orders import Order, make_plan
+from samestep.data.loader import plan_batches
+from samestep.data.mixture import Mixture, plan_for
+from samestep.data.mixture_plan import BatchSize, MixturePlan, Weights
+from samestep.data.orders import Order
+from samestep.data.packed import Packed
 from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
 from samestep.errors import ConfigError, ModelError, OptimizerError
@@ -26,7 +29,7 @@ from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.compilation import reported_compilation
 from samestep.run.environment import plain_settings
-from samestep.run.loops import PlannedLoop, StreamLoop, without_loader_options
+from samestep.run.loops import MixtureLoop, PlannedLoop, StreamLoop, without_loader_options
 from samestep.run.mixins import Collectives, Recording
 from samestep.run.process import (
     announce,
@@ -45,7 +48,7 @@ from samestep.step.gradients import parameters_of
 from samestep.step.guards import Contents, GradientSeal
 from samestep.step.lane_pass import Count
 from samestep.step.replicas import replicate
-from samestep.step.shard import Shard, check_shardable, choose_across
+from samestep.step.shard import WHOLE, Shard, check_shardable, choose_across
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -245,14 +248,18 @@ class Run(Training, Collectives, Recording):
         each step clears it. So is using `state` of the optimizer. Call it before the first step.
         See `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`__.
 
+        Muon (`Jordan et al., 2024 <https://kellerjordan.github.io/posts/muon/>`__) and Adafactor
+        need all of a parameter, so that each parameter is updated by one worker.
+
         Args:
-            optimizer: An elementwise optimizer of `torch.optim`.
+            optimizer: An elementwise optimizer of `torch.optim`, Muon or Adafactor.
             across: What to divide the parameters among, if there are several hosts. The bits are
                 the same. With "host", each host updates all parameters, divided among its workers.
                 Gradients are sent during backward, and parameters are not sent. With "world",
                 parameters are divided among all workers and sent after the update. This takes the
                 least memory. The default is "host" if the additional state fits in half of the
-                free memory, and otherwise "world". GPUs, more than 64 hosts, and hosts with
+                free memory, and otherwise "world". It is "world" for Muon, whose update takes
+                longer than sending it, and for Adafactor. GPUs, more than 64 hosts, and hosts with
                 different numbers of workers always use "world". The record's `sharded` event has
                 the choice.
 
@@ -260,7 +267,7 @@ class Run(Training, Collectives, Recording):
             The same optimizer, changed in place.
 
         Raises:
-            OptimizerError: The optimizer is not elementwise, a parameter is already sharded, or
+            OptimizerError: The optimizer is another one, a parameter is already sharded, or
                 `across` has another value.
 
         Example:
@@ -287,7 +294,9 @@ class Run(Training, Collectives, Recording):
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
             round_to = self._lanes.round_to
-            across = across or choose_across(parameters, self._world)
+            if across is None:
+                is_whole = type(optimizer) in WHOLE
+                across = "world" if is_whole else choose_across(parameters, self._world)
             places = self._lanes.models.places()
             shard = Shard(optimizer, self._lanes.assignment, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
@@ -305,8 +314,9 @@ class Run(Training, Collectives, Recording):
     def batches(
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: BatchSize | None = None,
         *,
+        weights: Weights | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         shuffle: bool = True,
@@ -324,9 +334,13 @@ class Run(Training, Collectives, Recording):
         `steps` (the number of the last step) and `steps_per_epoch`.
 
         Args:
-            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`.
+            dataset: Data set with `__len__` and `__getitem__`, and optionally `__getitems__`. Or a
+                dict of data sets, by name: a mixture, whose samples that are dicts get an entry
+                "source", the number of their data set.
             batch_size: Samples in a global batch, over all lanes and workers. Leave it out with
-                `ByLength`.
+                `ByLength`. Or a function of the loop's step (0 for the first) that returns it.
+            weights: How often a mixture uses each data set, by name. Or a function of the loop's
+                step that returns them.
             epochs: Total number of epochs, over all resumes and calls with this name.
             steps: Total number of steps, counted the same way. Without both, the current epoch.
             shuffle: Whether to draw a new order of the samples for every epoch; no effect with
@@ -349,7 +363,8 @@ class Run(Training, Collectives, Recording):
             ConfigError: A number is invalid, options contradict each other, or an option of
                 DataLoader is used that is not one of these.
             DataError: The data set is empty or not map-style; it or its order changed within an
-                epoch or differs between workers; or an order is unusable.
+                epoch or differs between workers; an order is unusable; or a function of the step
+                returns something else when it is called again.
 
         Example:
             >>> for batch in run.batches(train_set, 32, epochs=1):
@@ -357,16 +372,20 @@ class Run(Training, Collectives, Recording):
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
-        plan = make_plan(
-            size_of(dataset),
+        dataset, plan = plan_for(
+            dataset,
             batch_size,
             self.lanes,
             key(self.config.seed, f"order {name}"),
+            weights=weights,
+            name=name,
             shuffle=shuffle,
             drop_last=drop_last,
             group_by=group_by,
             order=order,
         )
+        sources = dataset.sources.values() if isinstance(dataset, Mixture) else [dataset]
+        self._say({source.notice for source in sources if isinstance(source, Packed)})
         # The loop asks for batches when it is iterated, from its position then.
         batches = partial(
             plan_batches,
@@ -380,8 +399,18 @@ class Run(Training, Collectives, Recording):
             loader_workers=loader_workers,
             pin_memory=self.device.type == "cuda",
         )
-        begin = self._begin_lanes
-        return PlannedLoop(self._progress, name, begin, plan, batches, epochs=epochs, steps=steps)
+        loop = (self._progress, name, self._begin_lanes)
+        if isinstance(plan, MixturePlan):
+            return MixtureLoop(*loop, plan, batches, epochs=epochs, steps=steps)
+        return PlannedLoop(*loop, plan, batches, epochs=epochs, steps=steps)
+
+    def _say(self, notices: set[str]) -> None:
+        """Announce what is not said yet."""
+        said = self._progress.loops.said
+        new = sorted(notices - {"", *said})
+        said.update(new)
+        for line in new if self.is_main and not is_observed() else ():
+            announce(line)
 
     def streams(
         self, make_stream: Callable[[int], Any], *, steps: int | None = None, name: str
@@ -432,8 +461,8 @@ class Run(Training, Collectives, Recording):
         Args:
             fn: Called once per block as `fn(model, batch)`. Returns what a loss function returns,
                 or a dict of scalars (means over the block), boolean or integer tensors with an
-                entry per item, and new metrics (`Metric` objects or torchmetrics objects), which
-                are merged.
+                entry per item, pairs (sum, count) of scalars, and new metrics (`Metric` objects or
+                torchmetrics objects), which are merged.
             model: First argument of `fn`.
             dataset: Map-style data set.
             batch_size: Samples per block.

@@ -52,7 +52,8 @@ class Training:
         Args:
             loss_fn: Called once per lane as `loss_fn(model, lane_batch)`. Returns a scalar loss,
                 the mean over the lane's items, or (loss, dict of scalars). A boolean or integer
-                tensor in the dict has an entry per item; its mean over all lanes is exact.
+                tensor in the dict has an entry per item, and of a pair (sum, count) of scalars, the
+                sum of sums is divided by the sum of counts; these means over all lanes are exact.
             model: First argument of `loss_fn`.
             batch: `Batch` of a loop; its `lanes` let a script compute losses without a function.
             update: Module whose parameters get gradients; default: `model`.

@@ -48,7 +48,10 @@ def choose_exchange(spec: ExchangeSpec) -> Exchange:
     if spec.across == "host" and spec.parameters[0].device.type == "cpu":
         sums = [len(spec.assignment.subtrees(host)) for host in world.hosts]
         sizes = {len(host) for host in world.hosts}
-        if sums == [1, 1] and len(sizes) == 1:  # each sends its only sum, in any world
+        # Without partners, a swap is a call of all workers for each part, but places of a host may
+        # have other numbers of parts if slices differ in size.
+        can_swap = world.partners is not None or spec.owners is None or sizes == {1}
+        if sums == [1, 1] and len(sizes) == 1 and can_swap:  # each sends its only sum
             # several workers of a host add their gradients in flat storage, so none is sent as is
             return UncopiedSwapExchange(spec) if sizes == {1} else SwapExchange(spec)
         if world.partners is not None:  # direct connections between partners
@@ -83,7 +86,13 @@ class OwnerExchange(Exchange):
     def begin_gather(self, flat: Tensor, what: str) -> Callable[[], None]:
         own_slice = self.slice_of(flat, self.world.rank)
         if not self.world.shares_memory:  # GPUs, or one worker per host: slices are in rank order
-            return self.world.begin_all_gather(flat, own_slice, what)
+            if self.layout.owners is None:
+                return self.world.begin_all_gather(flat, own_slice, what)
+            if own_slice.device.type != "cpu":  # no slice is as long as others
+                out_sizes = [*map(self.size_of, range(self.world.size))]
+                sizes = [len(own_slice)] * self.world.size
+                sent_to_all = own_slice.repeat(self.world.size)
+                return self.world.begin_all_to_all(flat, out_sizes, sent_to_all, sizes, what)
         # several hosts of CPU workers: each slice crosses the network once per other host
         sent = dict.fromkeys(self._route.partners, own_slice)
         owners = self._route.owners[self.world.rank][1:]
@@ -101,8 +110,8 @@ class OwnerExchange(Exchange):
         self, route: Route, sums: Mapping[int, Mapping[Span, Tensor]]
     ) -> PartialSums:
         """Send sums of this host, by owner, to the owners of their slices on other hosts."""
-        size, own_spans, rank = self.layout.slice_size, self._spans_of(route.host), self.world.rank
-        ranks, served = range(self.world.size), route.owners[rank][1:]
+        own_spans, rank = self._spans_of(route.host), self.world.rank
+        ranks, served, size = range(self.world.size), route.owners[rank][1:], self.size_of(rank)
         spans_from = {
             partner: self._spans_of(host)
             for partner, host in zip(route.partners, route.others, strict=True)
@@ -114,12 +123,12 @@ class OwnerExchange(Exchange):
             parts = [add_up(span, sums[owner]) for owner in served for span in own_spans]
             sent = torch.cat([self._own_flats[0][:0], *parts])
         spans = [span for other in ranks for span in spans_from.get(other, ())]
-        out = sent.new_empty((len(spans), size))  # [spans, slice_size], of slices with this owner
+        out = sent.new_empty((len(spans), size))  # slices with this owner
         wait = self.world.begin_all_to_all(
             out.view(-1),
             [size * len(spans_from.get(other, ())) for other in ranks],
             sent,
-            [size * len(own_spans) * (other in served) for other in ranks],
+            [self.size_of(other) * len(own_spans) * (other in served) for other in ranks],
             "exchanging gradients",
         )
         return {**sums[rank], **dict(zip(spans, out, strict=True))}, wait
@@ -153,8 +162,7 @@ class MachineExchange(OwnerExchange):
 
         Returns a call that begins to send the machine's sums to the owners on other machines.
         """
-        size, owners = self.layout.slice_size, self._machine.owners
-        ranks = range(self.world.size)
+        ranks, owners = range(self.world.size), self._machine.owners
         sums = self._own_flats[: len(self.own_spans)]
         # [near_workers, own_spans, owned] slices, in the order of the ranks that get them
         parts = [
@@ -166,16 +174,17 @@ class MachineExchange(OwnerExchange):
         spans_from = {rank: self._spans_of(range(rank, rank + 1)) for rank in owners}
         spans = [span for rank_spans in spans_from.values() for span in rank_spans]
         owned = owners[self.world.rank]
-        out = parts[0].new_empty((len(spans), len(owned), size))  # [spans, owned, slice_size]
+        sizes = [*map(self.size_of, owned)]
+        out = parts[0].new_empty((len(spans), sum(sizes)))  # rows of owned slices
         wait = self.world.begin_all_to_all(
             out.view(-1),
-            [size * len(owned) * len(spans_from.get(rank, ())) for rank in ranks],
+            [sum(sizes) * len(spans_from.get(rank, ())) for rank in ranks],
             torch.cat(parts),
-            [size * len(owners.get(rank, ())) * len(sums) for rank in ranks],
+            [sum(map(self.size_of, owners.get(rank, ()))) * len(sums) for rank in ranks],
             "exchanging gradients",
             polled=False,
         )
-        by_owner = zip(owned, out.unbind(1), strict=True)  # [spans, slice_size] per owner
+        by_owner = zip(owned, out.split(sizes, dim=1), strict=True)  # [spans, size] per owner
         sums_of = {owner: dict(zip(spans, part, strict=True)) for owner, part in by_owner}
 
         def send_on() -> PartialSums:
@@ -224,7 +233,7 @@ class PartnerExchange(Exchange):
 
     def start(self) -> None:
         host_sums = self._host_sums(self.held)
-        # this worker adds the held slices for its whole host, each 1-D, len(held) * slice_size
+        # this worker adds the held slices for its whole host, each 1-D
         sums = [add_up(span, host_sums) for span in self._host_spans]
         # Messages are in the memory of the host's first worker. Sums are awaited at any time, so
         # only a barrier of the host shows that no worker needs them.

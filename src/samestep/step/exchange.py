@@ -120,7 +120,8 @@ class ExchangeSpec:
     With `round_to`, gradients are rounded to that dtype, and so is each sum of two of them. Sums on
     any worker then have that dtype exactly, in memory and in messages. `across` "host", every host
     needs all sums if it can have them early, otherwise each worker its own slice. An optimizer that
-    `is_sharded` across hosts awaits them at any time, in the dtype of its parameters.
+    `is_sharded` across hosts awaits them at any time, in the dtype of its parameters. `owners` are
+    those of a `Layout` that cuts no parameter.
     """
 
     parameters: Sequence[Tensor]
@@ -129,6 +130,7 @@ class ExchangeSpec:
     round_to: torch.dtype | None = None
     across: Across = "host"
     is_sharded: bool = False
+    owners: tuple[int, ...] | None = None
 
 
 class Exchange(ABC):
@@ -155,11 +157,14 @@ class Exchange(ABC):
             itemsize = min(self.dtype.itemsize, self.parameters[0].dtype.itemsize)
             alignment = max(ALIGNMENT, GPU_ALIGNMENT_BYTES // itemsize)
         sizes = tuple(parameter.numel() for parameter in self.parameters)
-        self.layout = Layout(sizes, self.world.size, alignment)
+        self.layout = Layout(sizes, self.world.size, alignment, spec.owners)
         self._route = route = Route(self.world.hosts, self.world.rank)
         self.local_rank = route.local_rank
-        self.own_number = route.numbers[self.world.rank]
         self.held = self._held_by(self.world.rank)
+        bounds, own = self.layout.bounds, route.numbers[self.world.rank]
+        start = bounds[own] - bounds[self.held.start]
+        # of this worker's own slice, counted in what it holds
+        self.own_elements = range(start, start + bounds[own + 1] - bounds[own])
         # [local_workers, subtrees], as the flat storages beside it: 1-D, [flat_size] each
         self._spans = [self._spans_of(range(rank, rank + 1)) for rank in route.host]
         self.own_spans = self._spans[self.local_rank]
@@ -167,7 +172,7 @@ class Exchange(ABC):
         self._own_flats = self._sums[self.local_rank]
         # The gradients of this worker's subtrees by parameter; `put` skips those already in place.
         self.own_views = list(map(self.views, self._own_flats[: len(self.own_spans)]))
-        # 1-D, len(held) * slice_size: the sums over all lanes take the place of gradients
+        # 1-D, all held slices: the sums over all lanes take the place of gradients
         self._out = self.slices(self._own_flats[0], self.held)
         self._converted: tuple[Tensor, list[Tensor]] | None = None
         self._read_until = -1.0  # the world's number of barriers then, or infinity
@@ -190,20 +195,29 @@ class Exchange(ABC):
 
     def slices(self, flat: Tensor, numbers: range) -> Tensor:
         """Return adjacent slices of flat storage, 1-D."""
-        size = self.layout.slice_size
-        return flat[numbers.start * size : numbers.stop * size]
+        bounds = self.layout.bounds
+        return flat[bounds[numbers.start] : bounds[numbers.stop]]
 
     def slice_of(self, flat: Tensor, rank: int) -> Tensor:
         """Return a worker's own slice of flat storage, 1-D."""
         number = self._route.numbers[rank]
         return self.slices(flat, range(number, number + 1))
 
-    def by_number(self, by_rank: Tensor) -> Tensor:
-        """Sort rows of all workers' own slices, by rank, into the order of flat storage."""
-        # [workers, columns]: row r is that of worker r, and goes to the place of its slice
+    def size_of(self, rank: int) -> int:
+        """Return the elements of a worker's own slice."""
+        number = self._route.numbers[rank]
+        return self.layout.bounds[number + 1] - self.layout.bounds[number]
+
+    def joined(self, by_rank: Tensor, unit: int = 1) -> Tensor:
+        """Join what workers have for each `unit` elements of their own slices: [workers, most].
+
+        The result is 1-D, in the order of flat storage.
+        """
         ranks = sorted(range(self.world.size), key=self._route.numbers.__getitem__)
-        # an index would make a GPU wait
-        return by_rank if ranks == [*range(self.world.size)] else by_rank[ranks]
+        if self.layout.owners is None and ranks == [*range(self.world.size)]:
+            return by_rank.view(-1)  # of equal slices
+        # an index of tensors would make a GPU wait
+        return torch.cat([by_rank[rank, : self.size_of(rank) // unit] for rank in ranks])
 
     def _held_by(self, rank: int) -> range:
         """Return the numbers of the slices whose sums a worker holds."""

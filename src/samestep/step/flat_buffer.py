@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from samestep.step.exchange import Exchange
 from samestep.step.gradients import SlicedGradient, have_none, row_squares
 from samestep.step.guards import Contents, refuse_unless_zero
-from samestep.step.layout import ALIGNMENT, Fragment
+from samestep.step.layout import ALIGNMENT, Fragment, flattened, view_like
 from samestep.step.optimizer_state import copied, is_elementwise, state_of
 
 
@@ -23,17 +23,20 @@ class Segment:
     """Adjacent fragments, from `start` of a worker's slice, updated as one tensor `parameter`."""
 
     fragments: list[Fragment]
-    parameter: Parameter  # 1-D, a view of flat storage
+    parameter: Parameter  # a view of flat storage: 1-D, or a parameter that has one owner
     start: int
 
     def view_in(self, own_slice: Tensor) -> Tensor:
         """Return this segment's elements of the worker's slice."""
-        return own_slice[self.start : self.start + self.parameter.numel()]
+        if self.parameter.ndim == 1:
+            return own_slice[self.start : self.start + self.parameter.numel()]
+        return view_like(own_slice, self.start, self.parameter)
 
     def part(self, values: Tensor, fragment: Fragment) -> Tensor:
         """Return a fragment's elements of `values`, which has one per element of the segment."""
         start = fragment.offset - self.start
-        return values[start : start + fragment.stop - fragment.start]
+        flat = values if values.ndim == 1 else flattened(values)
+        return flat[start : start + fragment.stop - fragment.start]
 
 
 class FlatBuffer:
@@ -41,11 +44,13 @@ class FlatBuffer:
 
     Across "host", they are segments of all slices that the worker holds, of which it saves its own.
     Adjacent fragments share a segment if their sizes are multiples of 64 elements (so that no
-    kernel's tail moves), they are in one parameter group, and all or none had a gradient.
+    kernel's tail moves), they are in one parameter group, and all or none had a gradient. If each
+    parameter has one owner, `is_whole`, each is a segment, with its own shape.
     """
 
     def __init__(self, exchange: Exchange, contents: Contents) -> None:
         self.exchange, self._contents = exchange, contents
+        self.is_whole = exchange.layout.owners is not None
         parameters = exchange.parameters
         # [local_workers, flat_size], in the memory that they share
         self.flats = [flat for (flat,) in exchange.shared_storage(1, parameters[0].dtype)]
@@ -53,7 +58,7 @@ class FlatBuffer:
         for parameter, view in zip(parameters, exchange.views(flat), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view  # the module keeps its Parameter objects
-        self.own = exchange.slices(flat, exchange.held)  # 1-D, len(held) * slice_size
+        self.own = exchange.slices(flat, exchange.held)  # 1-D, all held slices
         self.fragments = exchange.layout.fragments(exchange.held.start, len(exchange.held))
         self.segments = [self._segment(group) for group in self._adjacent()]
         self._cleared: set[int] = set()
@@ -82,7 +87,10 @@ class FlatBuffer:
 
     def _segment(self, fragments: list[Fragment]) -> Segment:
         first, last = fragments[0], fragments[-1]
-        values = self.own[first.offset : last.offset + last.stop - last.start]
+        if self.is_whole:
+            values = view_like(self.own, first.offset, self.parameter_of(first))
+        else:
+            values = self.own[first.offset : last.offset + last.stop - last.start]
         return Segment(fragments, Parameter(values), first.offset)
 
     def _adjacent(self) -> list[list[Fragment]]:
@@ -97,7 +105,7 @@ class FlatBuffer:
         groups = [self.fragments[:1]] if self.fragments else []
         for left, right in pairwise(self.fragments):
             aligned = (left.stop - left.start) % self.exchange.layout.alignment == 0
-            if aligned and numbers[left.index] == numbers[right.index]:
+            if aligned and not self.is_whole and numbers[left.index] == numbers[right.index]:
                 groups[-1].append(right)
             else:
                 groups.append([right])
@@ -144,7 +152,7 @@ class FlatBuffer:
         wait, self._arrived, self._parts = self._arrived, None, None
         if wait is None:
             return
-        values = wait()  # 1-D, len(held) * slice_size
+        values = wait()  # 1-D, all held slices
         for number, (segment, placeholder) in enumerate(self.arriving):
             if segment.parameter.grad is placeholder:
                 is_unused = number in self._unused
@@ -152,7 +160,7 @@ class FlatBuffer:
         self.arriving, self._unused = [], set()
 
     def _can_update_in_parts(self) -> bool:
-        if self.exchange.parts < 2:
+        if self.exchange.parts < 2 or self.is_whole:
             return False
         if len(self.segments) != 1 or len(self.arriving) != 1:
             return False  # a part of a sum may end inside any of them
@@ -325,17 +333,18 @@ class FlatBuffer:
         Collective.
         """
         held, exchange = torch.zeros_like(self.own), self.exchange
+        own, world = exchange.own_elements, exchange.world
         for segment in self.segments:
             if segment.parameter.grad is not None:
                 segment.view_in(held).copy_(segment.parameter.grad)
         # across "host", this worker also holds the slices of its partners, and counts its own
-        own_row = exchange.own_number - exchange.held.start
-        # a row of [held, slice_size], to float64 [slice_size / 64]
-        squares = row_squares(held.view(len(exchange.held), -1)[own_row])
-        world = exchange.world
-        rows = squares.new_empty(world.size, len(squares))  # [workers, slice_size / 64], by rank
+        squares = row_squares(held[own.start : own.stop])  # float64 [elements / 64]
+        most = max(map(exchange.size_of, range(world.size))) // ALIGNMENT
+        rows = squares.new_empty(world.size, most)  # by rank
+        if padding := most - len(squares):
+            squares = torch.nn.functional.pad(squares, (0, padding))
         world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
-        flat = exchange.by_number(rows).view(-1)  # float64 [flat_size / 64]
+        flat = exchange.joined(rows, ALIGNMENT)  # float64 [flat_size / 64]
         # without rows of padding: unsharded gradients have none
         starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
         return {
@@ -345,12 +354,10 @@ class FlatBuffer:
 
     def own_part(self, fragment: Fragment) -> Fragment | None:
         """Return the part of a fragment that this worker saves, None if there is none."""
-        size = self.exchange.layout.slice_size
-        # held slices and own slice are the same unless it is sharded across "host"
-        low = (self.exchange.own_number - self.exchange.held.start) * size
+        own = self.exchange.own_elements  # all that are held, unless it is sharded across "host"
         shift = fragment.start - fragment.offset
-        start = max(fragment.start, low + shift)
-        stop = min(fragment.stop, low + size + shift)
+        start = max(fragment.start, own.start + shift)
+        stop = min(fragment.stop, own.stop + shift)
         return Fragment(fragment.index, start, stop, start - shift) if start < stop else None
 
     def clear(self) -> None:

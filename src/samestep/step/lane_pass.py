@@ -78,7 +78,7 @@ class LossSpec:
 class LaneResult:
     """The items of one lane (or block of an evaluation) and the mean, or sum, of each metric.
 
-    Of a metric with an entry per item, it has [sum, entries] instead, as `sum_of_entries` does.
+    Of a metric with an entry per item, or a pair, it has [sum, count] instead.
     """
 
     lane: int

@@ -21,8 +21,8 @@ def split_loss(returned: Any, lane: int | None) -> tuple[Tensor, dict[str, Any]]
     """Return (loss, metrics) from the result of a loss function for a lane, or the whole batch.
 
     Raises `LossError` unless the loss is a scalar with a gradient, and metrics a dict of scalars.
-    A metric may also be a boolean or integer tensor with an entry per item. If all lanes run under
-    `torch.no_grad()`, the loss of a lane has no gradient.
+    A metric may also be a boolean or integer tensor with an entry per item, or a pair (sum, count)
+    of scalars. If all lanes run under `torch.no_grad()`, the loss of a lane has no gradient.
     """
     place = "the whole batch" if lane is None else f"lane {lane}"
     if isinstance(returned, tuple) and len(returned) != 2:
@@ -81,8 +81,28 @@ def sum_of_entries(value: Tensor) -> Tensor:
     return torch.stack([total, torch.full_like(total, value.numel())])
 
 
+def sum_and_count(name: str, pair: tuple[Any, ...], error: type[Exception] = LossError) -> Tensor:
+    """Return the scalars of a pair (sum, count), without a graph, float64 [2]."""
+    device = next((part.device for part in pair if isinstance(part, Tensor)), None)
+    with suppress(RuntimeError, TypeError, ValueError):
+        total, count = (
+            part.detach().reshape(()).to(device, torch.float64)
+            if isinstance(part, Tensor)
+            else torch.full((), float(part), dtype=torch.float64, device=device)
+            for part in pair
+        )
+        return torch.stack([total, count])
+    kinds = ", ".join(map(_kind, pair))
+    raise error(
+        f"metric {name!r} must be a scalar or a pair (sum, count) of scalars, whose mean over all"
+        f" lanes is the sum of the sums over the sum of the counts, got ({kinds})"
+    )
+
+
 def _detached(name: str, value: Any) -> Tensor | None:
-    """Return a metric as a scalar or [sum, entries], without a graph; None if it has no entry."""
+    """Return a metric as a scalar or [sum, count], without a graph; None if it has no entry."""
+    if isinstance(value, tuple):
+        return sum_and_count(name, value)
     if isinstance(value, Tensor):
         if value.ndim == 0:
             return value.detach()
@@ -98,7 +118,7 @@ def _detached(name: str, value: Any) -> Tensor | None:
 
 
 def _number(value: Tensor) -> float | list[float]:
-    """Return the value of a scalar, exactly, or [sum, entries]."""
+    """Return the value of a scalar, exactly, or [sum, count]."""
     numbers: list[float] = value.tolist() if value.ndim else [float(value)]
     return numbers if len(numbers) > 1 else numbers[0]
 

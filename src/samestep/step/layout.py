@@ -137,15 +137,18 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors with `sizes` elements each, aligned to 64 and cut into `workers` equal slices.
+    """Tensors with `sizes` elements each, aligned to 64 and cut into one slice per worker.
 
-    Slices start and end on multiples of 64 elements; the last ones may contain padding only.
-    `alignment` replaces 64 by a multiple of it.
+    Slices start and end on multiples of 64 elements. They are equal, so that the last ones may
+    contain padding only, unless `owners` has the number of the slice of each tensor, in ascending
+    order: then no tensor is cut, and slices may be empty. `alignment` replaces 64 by a multiple of
+    it.
     """
 
     sizes: tuple[int, ...]  # in elements, as all numbers here
     workers: int
     alignment: int = ALIGNMENT
+    owners: tuple[int, ...] | None = None
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -154,19 +157,23 @@ class Layout:
         return tuple(accumulate((-(-n // unit) * unit for n in self.sizes), initial=0))
 
     @cached_property
-    def slice_size(self) -> int:
-        """Elements per worker."""
-        # equal on all workers, so that an all-gather can fill flat storage: [workers, slice_size]
-        return -(-self.offsets[-1] // (self.alignment * self.workers)) * self.alignment
+    def bounds(self) -> tuple[int, ...]:
+        """The start of each slice, followed by the end of the last one, in elements."""
+        numbers = range(self.workers + 1)
+        if self.owners is not None:
+            return tuple(self.offsets[bisect_left(self.owners, number)] for number in numbers)
+        # equal, so that an all-gather can fill flat storage: [workers, size]
+        size = -(-self.offsets[-1] // (self.alignment * self.workers)) * self.alignment
+        return tuple(size * number for number in numbers)
 
     @property
     def flat_size(self) -> int:
         """Elements in total, including padding."""
-        return self.slice_size * self.workers
+        return self.bounds[-1]
 
     def fragments(self, number: int, slices: int = 1) -> list[Fragment]:
         """Return the parts of tensors in adjacent slices, in order; empty tensors have none."""
-        low, high = number * self.slice_size, (number + slices) * self.slice_size
+        low, high = self.bounds[number], self.bounds[number + slices]
         fragments = []
         # `offsets` has one more entry, the end of the last tensor
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=False)):

@@ -3,6 +3,10 @@
 Parameters move into flat storage, and the optimizer gets this worker's slice of it. Slices are cut
 so that vectorized kernels treat every element as in the complete parameter. After each step, they
 are gathered (Rajbhandari et al. 2020, "ZeRO", stage 1), unless each host updates all of them.
+
+An update that needs all of a matrix, such as that of Muon (Jordan et al. 2024, "Muon",
+https://kellerjordan.github.io/posts/muon/), is computed by one owner: slices end between
+parameters, and are chosen so that workers have equal work.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from samestep.step.exchange import Across, ExchangeSpec, all_gather, buckets
 from samestep.step.flat_buffer import FlatBuffer, Segment
 from samestep.step.gradients import Parameters, parameters_of
 from samestep.step.guards import Contents
-from samestep.step.layout import Assignment, Fragment, TensorSlice, storage_order
+from samestep.step.layout import Assignment, Fragment, TensorSlice, flattened, storage_order
 from samestep.step.optimizer_state import (
     DividedState,
     copied,
@@ -37,6 +41,20 @@ ELEMENTWISE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
     optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
+
+
+def newton_schulz_cost(matrix: Tensor) -> int:
+    """Return a number in proportion to the work of orthogonalizing a matrix."""
+    return matrix.numel() * min(matrix.shape)
+
+
+# Those that update each parameter alone, from all of its elements, with the cost of that.
+WHOLE: Final[Mapping[type, Callable[[Tensor], int]]] = {
+    getattr(optim, name): cost
+    for name, cost in (("Adafactor", Tensor.numel), ("Muon", newton_schulz_cost))
+    if hasattr(optim, name)  # Muon is in torch since 2.9
+}
+SHARDABLE: Final = (*ELEMENTWISE, *WHOLE)
 
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
@@ -81,17 +99,16 @@ class Shard(DividedOptimizer):
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._group_indices = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        spec = partial(
-            ExchangeSpec,
-            assignment=assignment,
-            world=world,
-            round_to=round_to,
-            across=across,
-            is_sharded=True,
-        )
-        exchanges = [
-            choose_exchange(spec(bucket)) for bucket in buckets(parameters, world, round_to, places)
-        ]
+        cost = WHOLE.get(type(optimizer))
+        owners = {} if cost is None else owners_of(parameters, world.size, cost)
+        exchanges = []
+        for bucket in buckets(parameters, world, round_to, places):
+            bucket.sort(key=lambda parameter: owners.get(id(parameter), 0))  # stable
+            numbers = tuple(owners[id(parameter)] for parameter in bucket) if owners else None
+            spec = ExchangeSpec(
+                bucket, assignment, world, round_to, across, is_sharded=True, owners=numbers
+            )
+            exchanges.append(choose_exchange(spec))
         self.across = exchanges[0].across
         self._check: Callable[[], None] | None = None  # of the next update
         self.flat_buffers = [FlatBuffer(exchange, contents) for exchange in exchanges]
@@ -256,15 +273,17 @@ def _fragment_state(
     fragment: Fragment, segment: Segment, values: Mapping[str, Any], buffer: FlatBuffer
 ) -> dict[str, Any]:
     """Return a fragment's optimizer state; scalars belong to the worker with the first element."""
-    parameter = buffer.parameter_of(fragment)
-    shape, order = tuple(parameter.shape), storage_order(parameter)
-    return {
-        name: TensorSlice(segment.part(value, fragment), shape, fragment.start, order)
-        if is_elementwise(name, value)
-        else copied(value)
-        for name, value in values.items()
-        if is_elementwise(name, value) or fragment.start == 0
-    }
+    parameter, state = buffer.parameter_of(fragment), dict[str, Any]()
+    for name, value in values.items():
+        if is_elementwise(name, value):
+            # that of a whole parameter may have another shape, such as one number per row
+            like = value if buffer.is_whole else parameter
+            part = flattened(value) if buffer.is_whole else segment.part(value, fragment)
+            order = storage_order(like)
+            state[name] = TensorSlice(part, tuple(like.shape), fragment.start, order)
+        elif fragment.start == 0:
+            state[name] = copied(value)
+    return state
 
 
 def _joined(name: str, segment: Segment, of: Mapping[Fragment, Any], buffer: FlatBuffer) -> Any:
@@ -272,6 +291,8 @@ def _joined(name: str, segment: Segment, of: Mapping[Fragment, Any], buffer: Fla
     value = of[segment.fragments[0]][name]
     if not is_elementwise(name, value):
         return value
+    if buffer.is_whole:
+        return value.clone()  # the snapshot's memory is freed
     parts = []
     for fragment in segment.fragments:
         order = storage_order(buffer.parameter_of(fragment))
@@ -285,6 +306,20 @@ def _scalar_state(values: Mapping[str, Any] | None) -> dict[str, str] | None:
     if values is None:
         return None
     return {name: str(value) for name, value in values.items() if not is_elementwise(name, value)}
+
+
+def owners_of(
+    parameters: Parameters, workers: int, cost: Callable[[Tensor], int]
+) -> dict[int, int]:
+    """Return the number of the slice that has each parameter, by id, so that all cost the same.
+
+    The one with the highest cost comes first, and each goes to the slice with the least until then.
+    """
+    costs, owners = [0] * workers, dict[int, int]()
+    for parameter in sorted(parameters, key=cost, reverse=True):  # of equal ones, the first
+        owners[id(parameter)] = number = costs.index(min(costs))
+        costs[number] += cost(parameter)
+    return owners
 
 
 def choose_across(parameters: Parameters, world: World) -> Across:
@@ -315,12 +350,19 @@ def _extent(parameter: Tensor) -> tuple[int, int]:
 
 
 def check_shardable(optimizer: optim.Optimizer, *, is_full: bool = False) -> None:
-    """Raise `OptimizerError` unless the optimizer can update slices of parameters separately."""
+    """Raise `OptimizerError` unless parameters, or slices of them, can be updated separately."""
     name = type(optimizer).__name__
-    if type(optimizer) not in ELEMENTWISE:
+    if is_full and type(optimizer) in WHOLE:
+        raise OptimizerError(
+            f"{name} needs whole parameters, and those of a model with shard='full' are divided:"
+            " replicate the model, or use an elementwise optimizer"
+        )
+    if type(optimizer) not in SHARDABLE:
         raise OptimizerError(
             f"{name} cannot be sharded: only elementwise optimizers can, which are"
-            f" {', '.join(kind.__name__ for kind in ELEMENTWISE)}; use it without run.shard"
+            f" {', '.join(kind.__name__ for kind in ELEMENTWISE)}, and those of torch.optim that"
+            " update each parameter alone, which are Adafactor and, since PyTorch 2.9, Muon; use it"
+            " without run.shard"
         )
     if any(float(values.get("step", 1)) for values in optimizer.state.values()):
         raise OptimizerError(
