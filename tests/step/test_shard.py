@@ -294,7 +294,7 @@ def test_more_workers_than_matrices():
     def body(world):
         parameters = [torch.nn.Parameter(torch.eye(8)), torch.nn.Parameter(torch.zeros(0, 4))]
         optimizer = optim.Muon(parameters, lr=0.1)
-        shard = Shard(optimizer, LANES, world)
+        shard = Shard(optimizer, Assignment(world.size, LANES), world)
         give(shard.flat_buffers[0], [torch.ones(8, 8), torch.zeros(0, 4)])
         optimizer.step()
         sizes = [buffer.own.numel() for buffer in shard.flat_buffers]
