@@ -26,6 +26,7 @@ from benchmarks.jobs import JOBS
 from samestep.record import read_events
 from samestep.snapshot import list_snapshots, load
 from samestep.snapshot.read import inspect, load_together
+from samestep.step.layout import Assignment
 from samestep.step.shard import Shard
 
 WIDTH, DEPTH, BATCH_SIZE = 2048, 20, 64
@@ -196,7 +197,7 @@ def resume(directory: Path, kind: str) -> None:
     with ss.init(hot_every=None, lanes=8) as run:
         world = run._world  # noqa: SLF001  only its own part of `ss.init` is measured
         model = run.replicate(model)
-        shard = Shard(optimizer, 8, world)
+        shard = Shard(optimizer, Assignment(world.size, 8), world)
         world.barrier("starting")
         started = time.perf_counter()
         snapshot = load_together(path, world)

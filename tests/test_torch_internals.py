@@ -510,3 +510,63 @@ def test_arrays_are_read_before_they_become_tensors():
     with internals.reading_arrays(lambda value: value.array):
         assert torch.from_numpy(SimpleNamespace(array=array)).sum() == 2
     assert torch.from_numpy is original
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def sharded_layers(group_port):
+    """Return a module that FSDP2 has sharded over one worker, and its plain values."""
+    store = dist.TCPStore("127.0.0.1", group_port, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = TwoLayers()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    internals.fully_shard_all([model.first, model], mesh, keep="forward")
+    return model, values
+
+
+@pytest.mark.skipif(not internals.can_shard_fully(), reason="needs PyTorch 2.9")
+def test_fsdp_is_hidden_in_a_block():
+    model, values = sharded_layers(free_port())
+    try:
+        # a unit may be called before the root, and nothing is reduced
+        model.first(torch.ones(1, 3)).sum().backward()
+        assert model.first.weight.grad is None
+        assert model in internals.SHARDED
+        kind, hooks = type(model), len(model._forward_pre_hooks)
+        with internals.without_fsdp(model):
+            assert type(model) is TwoLayers
+            assert not model._forward_pre_hooks
+            assert not model._state_dict_pre_hooks
+            assert not any("composable" in str(name) for name in vars(model))
+        assert type(model) is kind
+        assert len(model._forward_pre_hooks) == hooks
+        whole = model.first.weight.full_tensor()
+        assert torch.equal(whole, values["first.weight"])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_object_gets_another_class():
+    class Named(nn.Parameter):
+        __slots__ = ()
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return (
+                func.__name__
+                if func.__name__ == "sum"
+                else internals.without_torch_function(func, *args, **(kwargs or {}))
+            )
+
+    parameter = nn.Parameter(torch.ones(3))
+    internals.set_class(parameter, Named)
+    assert parameter.sum() == "sum"
+    assert parameter.amax() == 1

@@ -81,6 +81,10 @@ class Evaluation:
         rank, size = self._world.rank, self._world.size
         # Rounded up, so that rank 0 always has block 0.
         self._own_blocks = range(-(-rank * blocks // size), -(-(rank + 1) * blocks // size))
+        self._numbers = [*self._own_blocks]  # that are computed
+        if lanes.takes_turns:  # all workers call a sharded model as often: some repeat a block
+            again = self._numbers[-1] if self._numbers else 0
+            self._numbers += [again] * (-(-blocks // size) - len(self._numbers))
         self._means: list[tuple[Tensor, Divisor]] = []  # of the current block
         self._torchmetrics: dict[str, Any] = {}  # move between devices if they are used again
 
@@ -188,12 +192,10 @@ class Evaluation:
         """Yield (block, what `fn` returned) for each of this worker's blocks."""
         lanes, replicas, size = self._lanes, self._lanes.replicas, self._block_size
         seed, samples = lanes.config.seed, range(self._size)
-        spans = {
-            number: samples[number * size : (number + 1) * size] for number in self._own_blocks
-        }
+        spans = [samples[number * size : (number + 1) * size] for number in self._numbers]
         requests = [
             Request(f"block {number} of an evaluation", span, key(seed, "evaluate fetch", number))
-            for number, span in spans.items()
+            for number, span in zip(self._numbers, spans, strict=True)
         ]
         use = self._check.begin(self._dataset, len(samples), "an evaluation")
         is_due = use.is_due(use.earlier)
@@ -213,7 +215,8 @@ class Evaluation:
         with evaluating(model), torch.no_grad(), lanes.keep_casts():
             # a model without replicas stays on the first device
             turns = cycle(replicas.holding(model))
-            for (number, span), loaded in zip(spans.items(), batches, strict=True):
+            for place, (span, loaded) in enumerate(zip(spans, batches, strict=True)):
+                number = self._numbers[place]
                 replica = next(turns)
                 data, planned = loaded if isinstance(loaded, Incomplete) else (loaded, len(span))
                 # parts [samples, ...], or what collate_fn makes of a block's samples
@@ -233,7 +236,8 @@ class Evaluation:
                     returned = fn(model, batch)
                 for look in after_block:
                     look()
-                yield block, returned
+                if place < len(self._own_blocks):
+                    yield block, returned
 
     def _results(self, returned: Any) -> tuple[dict[str, Any], dict[str, Metric]]:
         """Return the scalars and metrics of one block by name."""

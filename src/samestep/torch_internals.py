@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,6 +18,7 @@ from inspect import currentframe
 from math import inf, prod
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -56,6 +58,7 @@ MEANS: Final[dict[Any, dict[str, int]]] = {
     },
     torch: {"binary_cross_entropy_with_logits": -1},
 }
+SHARDED: Final = WeakSet[Module]()  # by `fully_shard_all`
 GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
 NODES: Final = 10_000  # scalars of a loss's graph that are searched for means
 
@@ -485,6 +488,77 @@ class GradScalerHooks(torch.amp.GradScaler):
 def step_pre_hooks(optimizer: Optimizer) -> Collection[Callable[..., Any]]:
     """Return the hooks that run before an optimizer's step, of which there is no public list."""
     return optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001
+
+
+HOOKS: Final = (
+    "_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+@contextmanager
+def without_fsdp(root: Module) -> Iterator[None]:
+    """Let modules that `fully_shard_all` sharded have their own classes and hooks in this block."""
+    kept = [(module, name, vars(module)[name]) for module in root.modules() for name in HOOKS]
+    classes = [(module, type(module)) for module in root.modules() if module in SHARDED]
+    states = [
+        (module, name, vars(module).pop(name))
+        for module, _ in classes
+        for name in [name for name in vars(module) if str(name).startswith("__composable_api")]
+    ]
+    for module, name, hooks in kept:
+        own = [(number, hook) for number, hook in hooks.items() if not _is_of_fsdp(hook)]
+        vars(module)[name] = OrderedDict(own)
+    for module, kind in classes:
+        set_class(module, kind.__bases__[1])  # the first one is FSDPModule
+    try:
+        yield
+    finally:
+        for module, name, value in [*kept, *states]:
+            vars(module)[name] = value
+        for module, kind in classes:
+            set_class(module, kind)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    module = str(getattr(getattr(hook, "hook", hook), "__module__", ""))
+    return module.startswith(("torch.distributed.fsdp", "samestep.sharded"))
+
+
+def set_class(obj: Any, kind: type) -> None:
+    """Make an object one of another class of the same layout, such as a subclass of its own."""
+    obj.__class__ = kind
+
+
+def without_torch_function(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what a subclass of tensors has intercepted."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return func(*args, **kwargs)
+
+
+def can_shard_fully() -> bool:
+    """Return whether FSDP2 can gather parameters in another way than its own: since 2.9."""
+    from torch.distributed import fsdp  # takes a second
+
+    return hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather")
+
+
+def fully_shard_all(modules: Sequence[Any], mesh: Any, *, keep: str) -> None:
+    """Shard modules, the root last, with FSDP2, which reduces no gradients.
+
+    It frees parameters after each "forward" pass of a module, after backward, or not at all, as
+    `keep` says. A unit may be called before the root.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=keep == "forward")
+    SHARDED.update(modules)
+    root = modules[-1]
+    root.set_requires_gradient_sync(False)
+    if keep == "step":
+        root.set_reshard_after_backward(False)
+    root._get_fsdp_state()._lazy_init()  # noqa: SLF001
 
 
 def step_hook_numbers(optimizer: Optimizer) -> list[int]:

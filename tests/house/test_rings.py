@@ -14,19 +14,20 @@ SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
     "data": 5_030,
-    "step": 6_890,
-    "comm": 4_740,
+    "step": 7_060,
+    "comm": 4_760,
     "cluster": 690,
     "snapshot": 5_240,
     "record": 2_730,
-    "run": 4_080,
-    "": 4_180,
+    "run": 4_140,
+    "": 4_260,
 }
 PLUGINS = {"guards": 1_360, "plugins": 2_920}  # what watches a step from outside
+SHARDED = {"sharded": 1_290}  # models whose parameters are divided, which no step knows
 LEAVES = {"integrations": 930, "launch": 3_700, "tools": 2_490, "watch": 3_550}  # programs
 
 
-@pytest.mark.parametrize(("folder", "most"), (CORE | PLUGINS | LEAVES).items())
+@pytest.mark.parametrize(("folder", "most"), (CORE | SHARDED | PLUGINS | LEAVES).items())
 def test_a_part_does_not_grow(folder, most):
     files = (PACKAGE / folder).rglob("*.py") if folder else PACKAGE.glob("*.py")
     lines = sum(len(file.read_text().splitlines()) for file in files)
@@ -35,4 +36,4 @@ def test_a_part_does_not_grow(folder, most):
 
 def test_each_folder_is_in_a_ring():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders == {*CORE, *PLUGINS, *LEAVES} - {""}
+    assert folders == {*CORE, *SHARDED, *PLUGINS, *LEAVES} - {""}

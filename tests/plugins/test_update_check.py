@@ -19,6 +19,7 @@ from samestep.plugins.update_check import UpdateCheck
 from samestep.step import shard
 from samestep.step.exchange import all_gather
 from samestep.step.lane_engine import LaneEngine
+from samestep.step.layout import Assignment
 from samestep.step.shard import SHARDABLE, WHOLE, Shard
 from tests.bits import bits
 from tests.jobs import Net, classify, images
@@ -342,7 +343,7 @@ def divided_among_hosts(world, across):
         engine.use(plugins_of(engine))
         model = model_of(engine)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        engine.shards.append(Shard(optimizer, LANES, world, across=across))
+        engine.shards.append(Shard(optimizer, Assignment(world.size, LANES), world, across=across))
         for step in range(6):
             backward(engine, model, step=step)
             optimizer.step()

@@ -1,9 +1,10 @@
 """A small job for `samestep run` and `samestep verify` on a real GPU.
 
-usage: job.py {vision,text} [--device DEVICE] [--nccl] [--signal NAME STEP]
+usage: job.py {vision,text} [--device DEVICE] [--muon] [--nccl] [--signal NAME STEP]
 
-With `--nccl`, workers that share a GPU exchange over NCCL, as if each had a host of its own. With
-`--signal`, worker 1 gets that signal once, in a step.
+With `--muon`, that updates matrices, and AdamW all else. With `--nccl`, workers that share a GPU
+exchange over NCCL, as if each had a host of its own. With `--signal`, worker 1 gets that signal
+once, in a step.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("job", choices=("vision", "text"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--muon", action="store_true")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--signal", nargs=2)
     options = parser.parse_args()
@@ -112,8 +114,13 @@ def main() -> None:
     with ss.init(device=options.device, precision=options.precision, lanes=6, timeout=60) as run:
         torch.manual_seed(0)
         model = run.replicate(kind())
-        optimizer = run.shard(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
-        run.track(model=model, optimizer=optimizer)
+        parameters = list(model.parameters())
+        matrices = [p for p in parameters if p.ndim == 2] if options.muon else []
+        others = [p for p in parameters if all(p is not matrix for matrix in matrices)]
+        optimizers = {"optimizer": run.shard(torch.optim.AdamW(others, 0.01, fused=True))}
+        if matrices:
+            optimizers["muon"] = run.shard(torch.optim.Muon(matrices, 0.01))
+        run.track(model=model, **optimizers)
         if options.nccl and run.is_main and run.dir is not None and run.world_size > 1:
             [*_, started] = (e for e in read_events(run.dir) if e["event"] == "started")
             assert started["exchange"] == ("NCCL" if run.device.type == "cuda" else "shared memory")
@@ -121,8 +128,9 @@ def main() -> None:
         for batch in run.batches(kind.samples(generator), 12, steps=STEPS, loader_workers=1):
             run.backward(kind.loss, model, batch, count=count)
             run.clip_grad_norm(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
             if options.signal and run.rank == 1 and run.step == int(options.signal[1]):
                 with suppress(FileExistsError):  # the worker that replaces this one goes on
                     (run.dir / "signaled").touch(exist_ok=False)

@@ -69,6 +69,13 @@ def test_one_two_and_three_workers_take_the_same_steps(job, exchange, device, tm
     assert "the same at every step" in output
 
 
+@pytest.mark.parametrize("flags", [[], ["--nccl"]], ids=["host memory", "NCCL"])
+def test_matrices_with_one_owner_take_the_same_steps(flags, device, tmp_path):
+    options = ["--steps", "3", "--kill", JOB, "text", "--muon", "--device", device, *flags]
+    output = samestep("verify", "-n", "1,2,3", *options, directory=tmp_path)
+    assert "the same at every step" in output
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_fails_over_nccl_is_replaced(name, device, tmp_path):
     options = ["run", "-n", "2", "--timeout", "20", "--max-restarts", "1", "--dir"]

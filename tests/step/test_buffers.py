@@ -12,7 +12,7 @@ from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 import samestep as ss
 from samestep.errors import ModelError
 from samestep.step.buffers import Buffers
-from samestep.step.layout import lanes_of, tree_sum
+from samestep.step.layout import Assignment, lanes_of, tree_sum
 from samestep.step.replicas import Replicas
 from tests.bits import bits
 from tests.workers import run_workers
@@ -84,7 +84,7 @@ def after_a_step(world, lanes, writes):
     `writes` has the names for each lane with samples, and None for other lanes.
     """
     model = Model()
-    buffers = Buffers(world, lanes, Replicas([CPU], range(lanes)))
+    buffers = Buffers(world, Assignment(world.size, lanes), Replicas([CPU], range(lanes)))
     buffers.add(model, RULES)
     buffers.add(model.tied)
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_batch_norm_over_lanes():
 
     def body(world):
         norm = torch.nn.BatchNorm1d(5)
-        buffers = Buffers(world, 4, Replicas([CPU], range(4)))
+        buffers = Buffers(world, Assignment(world.size, 4), Replicas([CPU], range(4)))
         buffers.add(norm)
         buffers.begin_step()
         for lane in lanes_of(world.rank, world.size, 4):

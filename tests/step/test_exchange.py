@@ -13,7 +13,7 @@ from samestep.step import across_hosts
 from samestep.step.across_hosts import UncopiedSwapExchange, choose_exchange
 from samestep.step.exchange import ExchangeSpec, gather
 from samestep.step.gradients import add_gradients
-from samestep.step.layout import ALIGNMENT, flattened, lanes_of, subtrees, tree_sum
+from samestep.step.layout import ALIGNMENT, Assignment, flattened, lanes_of, subtrees, tree_sum
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
 
@@ -36,8 +36,9 @@ def parameters_of(dtype):
     return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
 
 
-def exchange_of(*arguments, **options):
-    return choose_exchange(ExchangeSpec(*arguments, **options))
+def exchange_of(parameters, lanes, world, *arguments, **options):
+    assignment = Assignment(world.size, lanes)
+    return choose_exchange(ExchangeSpec(parameters, assignment, world, *arguments, **options))
 
 
 def lane_gradients(parameters, lane, seed):

@@ -159,7 +159,7 @@ def rounded(world, bucket_bytes=None, lanes=LANES, exchange_dtype="bfloat16", ac
     model.zero_grad()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if world.size > 1:
-        engine.shards.append(Shard(optimizer, lanes, world, engine.round_to, across))
+        engine.shards.append(Shard(optimizer, engine.assignment, world, engine.round_to, across))
     for step in range(2):
         optimizer.zero_grad()
         backward(engine, model, step=step)
@@ -404,7 +404,7 @@ def test_gradients_of_optimizers_with_several_groups_are_sent_during_backward():
         ]
         optimizer = optim.AdamW(groups, lr=0.1, fused=True)
         if world.size > 1:
-            shard = Shard(optimizer, 2, world, None, "host", lanes.models.places())
+            shard = Shard(optimizer, lanes.assignment, world, None, "host", lanes.models.places())
             lanes.shards.append(shard)
             assert [len(buffer.exchange.parameters) for buffer in shard.flat_buffers] == [2, 4, 2]
         order = []
@@ -453,7 +453,9 @@ def updated(world, kind, options, exchange_dtype):
     optimizer = kind(groups, **options)
     if world.size > 1:
         places = lanes.models.places()
-        lanes.shards.append(Shard(optimizer, 4, world, lanes.round_to, "host", places))
+        lanes.shards.append(
+            Shard(optimizer, lanes.assignment, world, lanes.round_to, "host", places)
+        )
     contents = lanes.shards[0].contents if world.size > 1 else Contents(optimizer)
     first, *_ = (parameter for group in contents.updated for parameter in group)
     if kind is optim.SGD and "momentum" in options:  # as some versions of torch save it
@@ -540,7 +542,9 @@ def with_sharded_layer(world, widths=(1,)):
     lanes.add(model)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     if world.size > 1:
-        lanes.shards.append(Shard(optimizer, 4, world, None, "host", lanes.models.places()))
+        lanes.shards.append(
+            Shard(optimizer, lanes.assignment, world, None, "host", lanes.models.places())
+        )
     return lanes, model, optimizer
 
 
@@ -695,7 +699,7 @@ def test_an_optimizer_may_be_sharded_after_the_first_gradients():
         backward(lanes, model)
         model.zero_grad()
         if world.size > 1:
-            lanes.shards.append(Shard(optimizer, LANES, world))
+            lanes.shards.append(Shard(optimizer, lanes.assignment, world))
         for step in range(2):
             backward(lanes, model, step=step)
             optimizer.step()

@@ -13,6 +13,7 @@ from samestep.step.exchange import ExchangeSpec
 from samestep.step.flat_buffer import FlatBuffer
 from samestep.step.gradients import copy_gradients
 from samestep.step.guards import Contents
+from samestep.step.layout import Assignment
 from samestep.step.scaling import gradient_norm, scale_gradients
 from tests.bits import bits
 from tests.worlds import in_processes, in_threads, on_hosts
@@ -53,7 +54,8 @@ def clipped(
         gradients = [parameter.grad for parameter in in_buffer]
         optimizer = torch.optim.SGD(in_buffer, lr=0.1)
         owners = tuple(sorted(number % world.size for number in sharded)) if are_whole else None
-        spec = ExchangeSpec(in_buffer, LANES, world, across=across, owners=owners)
+        assignment = Assignment(world.size, LANES)
+        spec = ExchangeSpec(in_buffer, assignment, world, across=across, owners=owners)
         exchange = choose_exchange(spec)
         flat_buffer = FlatBuffer(exchange, Contents(optimizer))
         flat = flat_buffer.own.new_zeros(flat_buffer.exchange.layout.flat_size)
@@ -64,7 +66,7 @@ def clipped(
             parameter.grad = None
     selected = [parameters[number] for number in chosen]
     flat_buffers = [] if flat_buffer is None else [flat_buffer]
-    norm = gradient_norm(selected, flat_buffers, world)
+    norm = gradient_norm(selected, flat_buffers)
     full_gradients = [parameter.grad for parameter in selected if parameter.grad is not None]
     scale_gradients(
         [
@@ -151,7 +153,7 @@ def test_hosts_clip_to_the_same_bits(across):
 def test_clipping_agrees_with_torch(seed, max_norm, dtype):
     ours, theirs = (parameters_with_gradients(seed, dtype) for _ in range(2))
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    norm = gradient_norm(ours, [], in_threads(1, lambda world: world)[0])
+    norm = gradient_norm(ours, [])
     scale_gradients(
         [parameter.grad for parameter in ours if parameter.grad is not None], norm, max_norm
     )
@@ -168,8 +170,7 @@ def test_clipping_agrees_with_torch(seed, max_norm, dtype):
 def test_special_gradients(value, norm):
     parameter = torch.nn.Parameter(torch.zeros(100))
     parameter.grad = torch.full((100,), value)
-    alone = in_threads(1, lambda world: world)[0]
-    computed = gradient_norm([parameter], [], alone)
+    computed = gradient_norm([parameter], [])
     assert computed.dtype == torch.float64
     torch.testing.assert_close(computed, torch.tensor(norm, dtype=torch.float64), equal_nan=True)
     scale_gradients([parameter.grad], torch.tensor(5.0, dtype=torch.float64), max_norm=10.0)

@@ -10,7 +10,7 @@ from torch import optim
 import samestep as ss
 from samestep.errors import OptimizerError
 from samestep.step.gradients import copy_gradients
-from samestep.step.layout import Layout, TensorSlice
+from samestep.step.layout import Assignment, Layout, TensorSlice
 from samestep.step.optimizer_state import SCALAR_STATE, load_optimizer
 from samestep.step.shard import (
     ELEMENTWISE,
@@ -91,7 +91,10 @@ class Job:
         self.optimizer = kind(groups, lr=0.01, **options)
         self.world = world
         check_shardable(self.optimizer)
-        self.shard = Shard(self.optimizer, LANES, world, None, across) if world.size > 1 else None
+        assignment = Assignment(world.size, LANES)
+        self.shard = None
+        if world.size > 1:
+            self.shard = Shard(self.optimizer, assignment, world, None, across)
         self.scheduler = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
 
     def lacks(self, index, number):
@@ -291,7 +294,7 @@ def test_more_workers_than_matrices():
     def body(world):
         parameters = [torch.nn.Parameter(torch.eye(8)), torch.nn.Parameter(torch.zeros(0, 4))]
         optimizer = optim.Muon(parameters, lr=0.1)
-        shard = Shard(optimizer, LANES, world)
+        shard = Shard(optimizer, Assignment(world.size, LANES), world)
         give(shard.flat_buffers[0], [torch.ones(8, 8), torch.zeros(0, 4)])
         optimizer.step()
         sizes = [buffer.own.numel() for buffer in shard.flat_buffers]
@@ -399,7 +402,7 @@ def test_a_worker_without_fragments_participates():
     def body(world):
         parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(0))]
         optimizer = optim.AdamW(parameters, lr=0.1, fused=True)
-        shard = Shard(optimizer, LANES, world)
+        shard = Shard(optimizer, Assignment(world.size, LANES), world)
         give(shard.flat_buffers[0], [torch.ones(3), torch.zeros(0)])
         optimizer.step()
         return parameters[0].tolist(), len(shard.state_dict()["state"])

@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,15 +115,36 @@ def _with_group(world: World, store: Store | None, config: Config) -> World:
     Then the world is that of a single host: others communicate through a group.
     """
     if config.process_group and not dist.is_initialized():
-        world.made_group = True
         # the status of this worker uses the other connection
         own_store = store.clone() if store else HashStore()  # type: ignore[attr-defined]
-        rank, size, timeout = world.rank, world.size, timedelta(seconds=config.timeout)
-        with gloo_interface(LOOPBACK):
-            dist.init_process_group(
-                "gloo", store=own_store, rank=rank, world_size=size, timeout=timeout
-            )
+        _make_group(world, own_store, config.timeout)
     return world
+
+
+def _make_group(world: World, store: Store, timeout: float) -> None:
+    world.made_group = True
+    rank, size = world.rank, world.size
+    with gloo_interface(LOOPBACK):
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+
+
+def mesh_of_workers(world: World, device: torch.device, timeout: float) -> Any:
+    """Return a `DeviceMesh` of all workers, which FSDP2 asks for its size. Collective.
+
+    If there is no default group, all workers are on one host: it is made with a file.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # takes a second
+
+    if not dist.is_initialized():
+        what = "forming a process group"
+        with TemporaryDirectory() as folder:
+            path = world.broadcast_json(f"{folder}/store", what)
+            _make_group(world, dist.FileStore(path, world.size), timeout)  # type: ignore[attr-defined]
+            world.barrier(what)
+    group: Any = dist.group.WORLD
+    return DeviceMesh.from_group(group, device.type)
 
 
 def end_group(world: World) -> None:

@@ -244,8 +244,10 @@ class _Kind:
         parts = next((parts for kinds, parts in _PARTS if issubclass(kind, kinds)), None)
         container = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         is_namespace = issubclass(kind, NAMESPACES)
-        has_attributes = of_module not in _OPAQUE or is_namespace
-        is_plain = issubclass(kind, _PLAIN)
+        is_opaque = of_module in _OPAQUE or kind.__module__.startswith("torch.distributed.")
+        has_attributes = is_namespace or not is_opaque
+        # nothing reads the values of a sharded parameter
+        is_plain = issubclass(kind, _PLAIN) or hasattr(kind, "is_sharded")
         if only_state:
             has_attributes = has_attributes and not issubclass(kind, _OPTIMIZERS)
             is_plain = is_plain and not issubclass(kind, type)

@@ -25,7 +25,7 @@ from samestep.snapshot.files import checksum
 from samestep.snapshot.manager import Tracked
 from samestep.step.hashing import bytes_of, hash_of, texts_of
 from samestep.step.lane_pass import LanePass, LossSpec, StepPlugin
-from samestep.step.shard import Shard
+from samestep.step.optimizer_state import DividedState
 
 OWN_ATTRIBUTES: Final = frozenset(vars(torch.nn.Module()))  # of every module, such as its hooks
 MOST_VALUES: Final = 2000  # of one attribute that are compared
@@ -66,7 +66,7 @@ class DivergenceCheck(RunPlugin):
         blames: bool = False,
     ) -> None:
         self.modules, self._blames = modules, blames
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, DividedState] = {}
         self._world, self._tracked = world, tracked
         self._intervals = [steps for steps in intervals if steps is not None]
         self._has_begun = self._is_fresh = False
@@ -284,6 +284,8 @@ def summary(value: Any) -> str:
     queue = deque([value])
     while queue and len(summaries) < MOST_VALUES:  # breadth first; the object may contain itself
         value = queue.popleft()
+        if hasattr(value, "is_sharded"):  # each worker has some of its rows
+            continue
         if isinstance(value, torch.Tensor):
             value = bytes_of(value.cpu()).numpy()
         if isinstance(value, np.ndarray):

@@ -30,7 +30,6 @@ from samestep.step.gradients import Gradients
 from samestep.step.hashing import begin_hashes, hashes_of
 from samestep.step.lane_pass import LaneContext, LanePass, StepPlugin
 from samestep.step.lane_results import LaneScalars
-from samestep.step.layout import lanes_of
 from samestep.step.shard import Shard
 
 BATCH: Final = "the batch"
@@ -89,9 +88,7 @@ class Recheck(StepPlugin):
         with_samples = [lane for lane in range(lanes) if counts is None or counts[lane]]
         turn, place = divmod(number - 1, len(with_samples))
         lane = with_samples[place]
-        owner = next(
-            rank for rank in range(world.size) if lane in lanes_of(rank, world.size, lanes)
-        )
+        owner = self._context.assignment.worker_of(lane)
         self._check = LaneCheck(self, lane_pass, lane, owner, _checker(world, owner, turn))
         self._check.begin()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -24,7 +24,7 @@ from samestep.data.orders import Order
 from samestep.data.packed import Packed
 from samestep.data.plan import GroupBy
 from samestep.data.random_state import add_seeder, key
-from samestep.errors import OptimizerError
+from samestep.errors import ConfigError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
 from samestep.host import trim_memory
 from samestep.run.compilation import reported_compilation
@@ -39,6 +39,8 @@ from samestep.run.process import (
 )
 from samestep.run.session import Session
 from samestep.run.training import Training
+from samestep.sharded.model import Keep, Units
+from samestep.sharded.models import ShardedModels
 from samestep.snapshot.read import Snapshot
 from samestep.step.buffer_rules import Rule
 from samestep.step.exchange import Across
@@ -121,6 +123,7 @@ class Run(Training, Collectives, Recording):
         self._world, self._record = session.world, session.record
         self._lanes, self._progress = session.lanes, session.progress
         self._sharded: set[torch.nn.Parameter] = set()
+        self._models = ShardedModels(self._lanes)
         self._joined = {}
         self._first_call = reported_compilation() if self.is_main else nullcontext()
 
@@ -158,7 +161,15 @@ class Run(Training, Collectives, Recording):
         """
         return self._progress.finished
 
-    def replicate(self, module: Module, *, buffers: Mapping[str, Rule] | None = None) -> Module:
+    def replicate(
+        self,
+        module: Module,
+        *,
+        buffers: Mapping[str, Rule] | None = None,
+        shard: Literal["full"] | None = None,
+        units: Units | None = None,
+        keep: Keep = "forward",
+    ) -> Module:
         """Move a module to the worker's devices, with rank 0's values on every worker.
 
         Args:
@@ -170,24 +181,64 @@ class Run(Training, Collectives, Recording):
                 samples do not count. Those of torch's normalization layers, observers and spectral
                 norms are known. Without a rule, lanes must write the same bits.
 
+            shard: With "full", divide the parameters, their gradients and the state of their
+                optimizer among all workers, with the same bits. `run.shard` has to get the
+                optimizer. FSDP2 gathers the parameters (`Zhao et al., 2023
+                <https://arxiv.org/abs/2304.11277>`__). Call it before `run.shard` and the first
+                step. It needs PyTorch 2.9 or later.
+            units: Classes of modules whose parameters are gathered at once, or a function of the
+                name and the module; default: the repeated blocks of at least 1 MiB.
+            keep: How long gathered parameters stay: until the end of the "forward" of their unit,
+                of the "lane", or of the last lane of the "step".
+
         Returns:
             The same module, changed in place.
 
         Raises:
             ModelError: Names, shapes or dtypes differ between workers, or a rule does not fit. In a
                 step: lanes wrote different values to a buffer without a rule.
-            ConfigError: A rule does not exist.
+            ConfigError: A rule does not exist, or the model cannot be sharded here.
 
         Example:
             >>> model = run.replicate(Net())
         """
+        if shard not in {None, "full"}:
+            raise ConfigError(f"shard must be 'full' or None, got {shard!r}")
+        if shard is None and units is not None:
+            raise ConfigError("units= are those of a sharded model: add shard='full'")
+        if shard is not None and self._progress.place is not None:
+            raise ModelError("call run.replicate(..., shard='full') before the first step")
         # Collective. The order of calls numbers the modules for the comparison of workers.
         replicate(module, self.device, self._world)
+        # a replay looks into the gradients of whole parameters, whose bits are the same
+        if shard is not None and self._session.replay is None:
+            self._models.add(module, buffers, units, keep)
+            return module
         self._lanes.add(module, buffers)
         modules = self._session.divergence.modules
         if all(module is not known for known in modules):
             modules.append(module)
         return module
+
+    @contextmanager
+    def full_parameters(self, model: Module) -> Iterator[None]:
+        """Let a sharded model have its whole parameters in a block, on all workers.
+
+        What the block writes to them is kept, and has to be the same on all workers. A model that
+        is not sharded has its parameters anyway.
+
+        Args:
+            model: The module that `run.replicate` got.
+
+        Raises:
+            ModelError: The module is a part of a sharded model, or contains one.
+
+        Example:
+            >>> with run.full_parameters(model):
+            ...     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        """
+        with self._models.full(model):
+            yield
 
     def shard(self, optimizer: Optimizer, *, across: Across | None = None) -> Optimizer:
         """Make each worker update only its slice of the parameters (ZeRO, stage 1).
@@ -230,11 +281,16 @@ class Run(Training, Collectives, Recording):
                 f"a parameter can be sharded only once, but this {type(optimizer).__name__} has "
                 "parameters that are already sharded"
             )
-        check_shardable(optimizer)
+        is_full = self._models.holds(optimizer)
+        check_shardable(optimizer, is_full=is_full)
         self._lanes.manual.unwatch(parameters)
         # first, so that its hooks run first
         seal = GradientSeal(optimizer, partial(self._lanes.settle, optimizer))
-        if self.world_size > 1:
+        if is_full:
+            divided = self._models.shard(optimizer)
+            self._lanes.of_sharded.append(divided)
+            seal.close(divided.contents)
+        elif self.world_size > 1:
             # A single worker has no slices, but the same restrictions, so that a script that works
             # alone also works with others.
             round_to = self._lanes.round_to
@@ -242,7 +298,7 @@ class Run(Training, Collectives, Recording):
                 is_whole = type(optimizer) in WHOLE
                 across = "world" if is_whole else choose_across(parameters, self._world)
             places = self._lanes.models.places()
-            shard = Shard(optimizer, self.lanes, self._world, round_to, across, places)
+            shard = Shard(optimizer, self._lanes.assignment, self._world, round_to, across, places)
             self._lanes.shards.append(shard)
             kind, hosts = type(optimizer).__name__, len(self._world.hosts)
             self._record.event("sharded", optimizer=kind, across=shard.across, hosts=hosts)
@@ -471,9 +527,10 @@ class Run(Training, Collectives, Recording):
         for name in sorted(objects, key=lambda name: not tracked.is_saved(name)):
             item = objects[name]
             # saved as slices
-            shard = next((shard for shard in self._lanes.shards if shard.optimizer is item), None)
+            shard = next((each for each in self._lanes.divided if each.optimizer is item), None)
             seals = (seal for seal in self._lanes.optimizers.seals if seal.optimizer is item)
             complete = next((seal.contents.complete for seal in seals), None)
+            complete = self._models.state_of(item) or complete
             is_restored = tracked.is_saved(name)
             lines += tracked.add(name, item, complete)
             if is_restored and self.is_main and self._session.restored is not None:
@@ -488,7 +545,9 @@ class Run(Training, Collectives, Recording):
                 self._progress.times.watch(name, item)
                 self._lanes.optimizers.track(item)
                 if self._session.replay is not None:
-                    self._session.replay.track(name, item, shard)
+                    self._session.replay.track(
+                        name, item, shard if isinstance(shard, Shard) else None
+                    )
         for line in lines if self.is_main and not is_observed() else ():
             announce(line)
 
@@ -581,7 +640,7 @@ class Run(Training, Collectives, Recording):
             if error is not None:
                 self._world.abandon()
             if error is None:
-                for shard in self._lanes.shards:
+                for shard in self._lanes.divided:
                     shard.complete()  # gradients that were not used may still arrive
                 self._session.end()
             # A stop, by a signal, `stop_after` or user code, is no failure. `Progress` has taken a

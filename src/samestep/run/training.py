@@ -197,9 +197,11 @@ class Training:
         self._lanes.optimizers.open_seals()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.lanes == 1:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            segments = self._lanes.models.segments
+            updated = [segments.get(id(parameter), parameter) for parameter in parameters]
+            norm = torch.nn.utils.clip_grad_norm_(updated, max_norm)
         else:
-            norm = clip_gradients(parameters, self._lanes.flat_buffers(), self._world, max_norm)
+            norm = clip_gradients(parameters, self._lanes.flat_buffers(), max_norm)
         self._lanes.optimizers.seal(parameters)
         self._progress.add_norm(norm, max_norm)
         return norm

@@ -34,8 +34,7 @@ from samestep.snapshot.structure import (
 )
 from samestep.snapshot.write import COMMIT_SECONDS, SnapshotWriter
 from samestep.step.guards import Contents
-from samestep.step.optimizer_state import load_optimizer
-from samestep.step.shard import Shard
+from samestep.step.optimizer_state import DividedState, load_optimizer
 
 RESERVED = ("run", "streams")
 TIDY_SECONDS = 5.0  # at the end of a run, for the removal of old snapshots
@@ -230,7 +229,7 @@ class Tracked:
         shared: dict[str, Any] = {}
         own_states: dict[str, Any] = {}
         for name, item in self.objects.items():
-            (own_states if isinstance(item, Shard) else shared)[name] = item.state_dict()
+            (own_states if isinstance(item, DividedState) else shared)[name] = item.state_dict()
         return shared, own_states
 
     def untracked(self) -> str:

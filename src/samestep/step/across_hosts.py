@@ -29,7 +29,7 @@ from samestep.step.exchange import (
 )
 from samestep.step.finite import size_of_many
 from samestep.step.gradients import Gradients, copy_gradients
-from samestep.step.layout import ALIGNMENT, Span, subtrees_of
+from samestep.step.layout import ALIGNMENT, Span
 
 # Parts of sums, which are sent while the next ones are copied, and added while those arrive.
 CHUNK_BYTES: Final = 1 << 20  # the first and the last ones
@@ -46,7 +46,7 @@ def choose_exchange(spec: ExchangeSpec) -> Exchange:
     if len(world.hosts) == 1:
         return HostExchange(spec)
     if spec.across == "host" and spec.parameters[0].device.type == "cpu":
-        sums = [len(subtrees_of(host, world.size, spec.lanes)) for host in world.hosts]
+        sums = [len(spec.assignment.subtrees(host)) for host in world.hosts]
         sizes = {len(host) for host in world.hosts}
         # Without partners, a swap is a call of all workers for each part, but places of a host may
         # have other numbers of parts if slices differ in size.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.comm.base import World
 from samestep.step.buffer_rules import Home
-from samestep.step.layout import Span, lanes_of, subtrees, tree_sum
+from samestep.step.layout import Assignment, Span, tree_sum
 
 Join = Callable[[Tensor, Tensor], Tensor]
 # how the values of two subtrees become that of their parent
@@ -42,12 +42,20 @@ class BufferSums:
     """
 
     def __init__(
-        self, world: World, lanes: int, homes: Sequence[Home], starts: Sequence[Tensor]
+        self,
+        world: World,
+        assignment: Assignment,
+        homes: Sequence[Home],
+        starts: Sequence[Tensor],
     ) -> None:
-        self._world, self._lanes, self._homes, self._start = world, lanes, homes, starts
-        self._lanes_by_rank = [lanes_of(rank, world.size, lanes) for rank in range(world.size)]
-        self._spans = [subtrees(own_lanes, lanes) for own_lanes in self._lanes_by_rank]
-        self._max_spans = max(map(len, self._spans))
+        self._world, self._assignment = world, assignment
+        self._homes, self._start = homes, starts
+
+    @property
+    def _spans(self) -> list[list[Span]]:
+        """The subtrees of each worker, by rank."""
+        ranks = range(self._world.size)
+        return [self._assignment.subtrees(range(rank, rank + 1)) for rank in ranks]
 
     def of(
         self,
@@ -67,7 +75,8 @@ class BufferSums:
         sizes = [sum(self._start[number].numel() for number in part.numbers) for part in parts]
         size = 8 * sum(sizes)  # bytes of a node: all parts have elements of 8 bytes
         nodes: dict[Span, list[Tensor]] = {}  # of the tree over lanes: the values of each part, 1-D
-        for spans, row in zip(self._spans, rows, strict=True):
+        all_spans = self._spans
+        for spans, row in zip(all_spans, rows, strict=True):
             # int64 [spans, elements]; cloned, because a view needs aligned memory
             words = row[: size * len(spans)].clone().view(torch.int64).view(len(spans), -1)
             for span, values in zip(spans, words, strict=True):
@@ -76,7 +85,7 @@ class BufferSums:
                     piece.view(part.dtype) for part, piece in zip(parts, pieces, strict=True)
                 ]
         results = {}  # of the shape of the buffer, in the dtype of the sum
-        totals = tree_sum((0, self._lanes), nodes.get, partial(_join, parts))
+        totals = tree_sum((0, self._assignment.lanes), nodes.get, partial(_join, parts))
         for part, values in zip(parts, totals, strict=True):
             pieces = values.split([self._start[number].numel() for number in part.numbers])
             for number, piece in zip(part.numbers, pieces, strict=True):
@@ -86,7 +95,9 @@ class BufferSums:
                 elif self._homes[number].rule == "sum":  # of the lanes' changes
                     result = start.reshape(-1).to(part.dtype) + piece
                 results[number] = result.view(start.shape)
-        first, differing = self._first(copied, rows, self._max_spans * size, lanes_with_items)
+        first, differing = self._first(
+            copied, rows, max(map(len, all_spans)) * size, lanes_with_items
+        )
         return results | first, differing
 
     def _first(
@@ -96,11 +107,8 @@ class BufferSums:
 
         Also whether lanes differ, for those without a rule.
         """
-        with_items = [
-            rank
-            for rank, own_lanes in enumerate(self._lanes_by_rank)
-            if not set(own_lanes).isdisjoint(lanes_with_items)
-        ]
+        # in the order of their first lanes
+        with_items = list(dict.fromkeys(map(self._assignment.worker_of, lanes_with_items)))
         # uint8 [workers, nbytes]; the first one has the first lane
         rows = torch.stack([rows[rank] for rank in with_items])  # an index would be copied to a GPU
         first = {}
@@ -142,7 +150,7 @@ class BufferSums:
         It has the values of its subtrees, those of its first lane, and whether its lanes differ.
         """
         rank = self._world.rank
-        own_lanes = [lane for lane in lanes_with_items if lane in self._lanes_by_rank[rank]]
+        own_lanes = [lane for lane in lanes_with_items if lane in self._assignment.of(rank)]
 
         def value(lane: int, number: int) -> Tensor:
             # a lane that did not write a buffer left its start value there
@@ -155,10 +163,11 @@ class BufferSums:
                 return [self._leaf(part, partial(value, span[0])) for part in parts]
             return [self._nothing(part) for part in parts]
 
-        nodes = [tree_sum(span, leaf, partial(_join, parts)) for span in self._spans[rank]]
+        spans = self._spans
+        nodes = [tree_sum(span, leaf, partial(_join, parts)) for span in spans[rank]]
         pieces = [values.view(torch.uint8) for node in nodes for values in node]
         # workers with fewer subtrees send zeros, so that all rows have one length
-        missing = self._max_spans - len(nodes)
+        missing = max(map(len, spans)) - len(nodes)
         pieces += [torch.zeros_like(piece) for piece in pieces[: len(parts)]] * missing
         flags = []  # uint8 [1] each
         for number in copied:

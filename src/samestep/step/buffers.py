@@ -34,6 +34,7 @@ from samestep.step.buffer_rules import (
     set_scale,
 )
 from samestep.step.buffer_sums import BufferSums
+from samestep.step.layout import Assignment
 from samestep.step.replicas import Replicas
 from samestep.torch_internals import buffers_in, foreach_copy_
 
@@ -44,15 +45,15 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class Buffers:
     """The buffers of all replicated modules, saved and restored around each lane."""
 
-    def __init__(self, world: World, lanes: int, replicas: Replicas) -> None:
-        self._lanes, self._replicas = lanes, replicas
+    def __init__(self, world: World, assignment: Assignment, replicas: Replicas) -> None:
+        self._lanes, self._replicas = assignment.lanes, replicas
         self.homes: list[Home] = []  # by number of the buffer
         self._scales: dict[int, Module] = {}  # fake quantization, by number of its scale
         self._starts: list[tuple[torch.device, list[Tensor]]] = [
             (replica.device, []) for replica in replicas.all
         ]  # copies of the values at the start of a step, [devices, buffers]
         self._start = self._starts[0][1]  # on the first device
-        self._sums = BufferSums(world, lanes, self.homes, self._start)
+        self._sums = BufferSums(world, assignment, self.homes, self._start)
         self._kinds: list[Any] = []  # their shapes and dtypes
         self._written: dict[int, dict[int, Tensor]] = {}  # values by lane and number of the buffer
         self._groups: dict[tuple[int, torch.device], list[_Group]] = {}

@@ -23,10 +23,10 @@ from samestep.step.gradients import Gradients, Parameters, copy_gradients, sum_d
 from samestep.step.layout import (
     ALIGNMENT,
     GPU_ALIGNMENT_BYTES,
+    Assignment,
     Layout,
     Span,
     halves,
-    subtrees_of,
     tree_sum,
     view_like,
 )
@@ -125,7 +125,7 @@ class ExchangeSpec:
     """
 
     parameters: Sequence[Tensor]
-    lanes: int
+    assignment: Assignment
     world: World
     round_to: torch.dtype | None = None
     across: Across = "host"
@@ -148,7 +148,9 @@ class Exchange(ABC):
     parts = 1  # in which sums arrive
 
     def __init__(self, spec: ExchangeSpec) -> None:
-        self.parameters, self._lanes, self.world = list(spec.parameters), spec.lanes, spec.world
+        self.parameters, self.world = list(spec.parameters), spec.world
+        self._lanes = spec.assignment.lanes
+        self._assignment = spec.assignment
         self.dtype = sum_dtype(self.parameters[0].dtype, spec.round_to)
         alignment = ALIGNMENT
         if self.parameters[0].device.type != "cpu":  # gradients and parameters may differ in dtype
@@ -222,7 +224,7 @@ class Exchange(ABC):
         return range(self._route.numbers[rank], self._route.numbers[rank] + 1)
 
     def _spans_of(self, ranks: range) -> list[Span]:
-        return subtrees_of(ranks, self.world.size, self._lanes)
+        return self._assignment.subtrees(ranks)
 
     def _host_sums(self, numbers: range) -> dict[Span, Tensor]:
         """Return slices of every sum on this host; adding them may reuse their memory."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import is_
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from samestep.step.exchange import Exchange
-from samestep.step.gradients import SlicedGradient, have_none
+from samestep.step.gradients import SlicedGradient, have_none, row_squares
 from samestep.step.guards import Contents, refuse_unless_zero
-from samestep.step.layout import Fragment, flattened, view_like
+from samestep.step.layout import ALIGNMENT, Fragment, flattened, view_like
 from samestep.step.optimizer_state import copied, is_elementwise, state_of
 
 
@@ -74,6 +75,11 @@ class FlatBuffer:
         self._unused: set[int] = set()
         self._arrived: Callable[[], Tensor] | None = None  # waits for all of them
         self._parts: Callable[[], Iterator[Tensor]] | None = None  # of the same, as they arrive
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The complete parameters."""
+        return self.exchange.parameters
 
     def parameter_of(self, fragment: Fragment) -> Tensor:
         """Return the complete parameter of a fragment."""
@@ -320,6 +326,31 @@ class FlatBuffer:
                     values = segment.part(segment.parameter.grad, part)
                     parts_of[id(self.parameter_of(part))].append(values)
         return parts_of
+
+    def squares(self) -> dict[int, Tensor]:
+        """Return float64 sums of squares of each row of 64 elements, by the parameter's id.
+
+        Collective.
+        """
+        held, exchange = torch.zeros_like(self.own), self.exchange
+        own, world = exchange.own_elements, exchange.world
+        for segment in self.segments:
+            if segment.parameter.grad is not None:
+                segment.view_in(held).copy_(segment.parameter.grad)
+        # across "host", this worker also holds the slices of its partners, and counts its own
+        squares = row_squares(held[own.start : own.stop])  # float64 [elements / 64]
+        most = max(map(exchange.size_of, range(world.size))) // ALIGNMENT
+        rows = squares.new_empty(world.size, most)  # by rank
+        if padding := most - len(squares):
+            squares = torch.nn.functional.pad(squares, (0, padding))
+        world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
+        flat = exchange.joined(rows, ALIGNMENT)  # float64 [flat_size / 64]
+        # without rows of padding: unsharded gradients have none
+        starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
+        return {
+            id(parameter): flat[start : start - (-parameter.numel() // ALIGNMENT)]
+            for parameter, start in zip(self.parameters, starts, strict=False)
+        }
 
     def own_part(self, fragment: Fragment) -> Fragment | None:
         """Return the part of a fragment that this worker saves, None if there is none."""

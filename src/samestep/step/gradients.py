@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from samestep.errors import LossError, OptimizerError
+from samestep.step.layout import ALIGNMENT
 from samestep.torch_internals import (
     foreach_add_,
     foreach_copy_,
@@ -149,6 +150,14 @@ def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is None:
             view.zero_()
+
+
+def row_squares(flat: Tensor) -> Tensor:
+    """Return the square of the norm of each row of 64 elements, float64."""
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    # [rows, 64] to one norm per row
+    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
+    return norms.double().square()
 
 
 class ModuleParameters:

@@ -157,7 +157,11 @@ class ManualGradients:
         if not self._is_active():
             watch_backward(self.around_backward)
             watch_updates(self._refuse_update)
-        for name, parameter in module.named_parameters():
+        self.watch_named(module, module.named_parameters())
+
+    def watch_named(self, module: Module, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Watch parameters of a module, by name."""
+        for name, parameter in named:
             has_gradients = parameter.is_floating_point() or parameter.is_complex()
             if id(parameter) not in self._names and has_gradients:
                 self._names[id(parameter)] = f"{name!r} of {type(module).__name__}"
@@ -676,6 +680,10 @@ class ModelGuard:
         # their parameters and addresses at the last check, which change with dtypes and devices
         self._checked: WeakKeyDictionary[Module, tuple[Parameters, list[int]]] = WeakKeyDictionary()
         self._parameters: WeakKeyDictionary[Module, ModuleParameters] = WeakKeyDictionary()
+        # of sharded ones, by their ids: the parameters that compute, and those of the optimizer
+        self._whole: dict[int, Parameter] = {}
+        self.segments: dict[int, Parameter] = {}
+        self._free: Callable[[], None] = lambda: None
 
     def add(self, module: Module) -> None:
         """Accept a module's parameters as they are now."""
@@ -684,17 +692,28 @@ class ModelGuard:
             self._replicated.setdefault(id(parameter), entry)
         self.modules.append(module)
 
+    def divide(self, whole: Mapping[int, Parameter], segments: Mapping[int, Parameter]) -> None:
+        """Note what computes, and what is updated, for sharded parameters, by their ids."""
+        self._whole.update(whole)
+        self.segments.update(segments)
+
+    def free_with(self, free: Callable[[], None]) -> None:
+        """Call `free` before looking at modules, for what sharded models have gathered."""
+        self._free = free
+
     def places(self) -> dict[int, int]:
         """Return the places of parameters, by id, in the order of replicated modules."""
         return {number: place for place, number in enumerate(self._replicated)}
 
     def check_all(self) -> None:
         """Raise `ModelError` if user code changed a module, other than by moving it."""
+        self._free()
         for module in self.modules:
             self._check(module, self._trainable(module), may_move=True)
 
     def trainable(self, module: Module) -> Parameters:
         """Return the parameters that require a gradient. Raises `ModelError` if there is none."""
+        self._free()
         parameters = self._trainable(module)
         if not parameters:
             raise ModelError(
@@ -702,6 +721,8 @@ class ModelGuard:
                 " requires_grad_() or change update="
             )
         self._check(module, parameters)
+        if self._whole:
+            return [self._whole.get(id(parameter), parameter) for parameter in parameters]
         return parameters
 
     def _trainable(self, module: Module) -> Parameters:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneSteps, finished
-from samestep.errors import NonFiniteLossError
+from samestep.errors import LossError, NonFiniteLossError
 from samestep.step.buffer_rules import Rule
 from samestep.step.finite import ADVICE, GradientCheck, GradientSize, Nonfinite, has_nonfinite
 from samestep.step.flat_buffer import FlatBuffer
@@ -23,7 +23,6 @@ from samestep.step.gradients import (
     Gradients,
     Parameters,
     have_none,
-    scaled_together,
     stash_gradients,
 )
 from samestep.step.guards import (
@@ -43,7 +42,7 @@ from samestep.step.lane_pass import (
     StepResult,
 )
 from samestep.step.overlap import Overlap, Overlaps, flat_buffers_of
-from samestep.step.shard import Shard
+from samestep.step.shard import DividedOptimizer, Shard
 from samestep.step.whole_batch import WholeBatchPass
 
 
@@ -113,6 +112,7 @@ class LaneEngine(LaneContext):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shards: list[Shard] = []
+        self.of_sharded: list[DividedOptimizer] = []  # optimizers of sharded models
         self.optimizers = OptimizerGuard(self.manual)
         self.models = ModelGuard(self.optimizers.check_addresses)
         self.gradients = GradientCheck(self.config)
@@ -121,7 +121,7 @@ class LaneEngine(LaneContext):
         self.gpu_clock = GpuClock(self.devices[0])
         self._overlaps = Overlaps(
             self.world,
-            self.lanes,
+            self.assignment,
             self.round_to,
             self.shards,
             self.manual.has_nested,
@@ -143,6 +143,18 @@ class LaneEngine(LaneContext):
         self.replicas.add(module)
         self.buffers.add(module, rules)
         self.manual.watch(module)
+
+    def take_turns(self, around: Callable[..., Overlap], free: Callable[[], None]) -> None:
+        """Give this worker each `size`-th lane, so that all workers compute neighbors.
+
+        `around` returns the sums of parameters, some of which are sharded: see `Overlaps`. `free`
+        frees what sharded models have gathered.
+        """
+        self.assignment.stride()
+        self.own = self.assignment.of(self.world.rank)
+        self.replicas.give(self.own)
+        self._overlaps.wrap(around)
+        self.models.free_with(free)
 
     def close(self) -> None:
         """Remove all hooks, which would keep the models in memory."""
@@ -168,9 +180,14 @@ class LaneEngine(LaneContext):
 
     def settle(self, optimizer: Optimizer) -> None:
         """Wait for gradients of a sharded optimizer, and drop those that user code has cleared."""
-        for shard in self.shards:
+        for shard in self.divided:
             if shard.optimizer is optimizer:
                 shard.settle()
+
+    @property
+    def divided(self) -> list[DividedOptimizer]:
+        """The optimizers of which each worker updates a part."""
+        return [*self.shards, *self.of_sharded]
 
     def take_seconds(self) -> dict[str, float]:
         """Return the host's seconds in each phase since the last call."""
@@ -180,7 +197,7 @@ class LaneEngine(LaneContext):
 
     def flat_buffers(self) -> list[FlatBuffer]:
         """Return the flat buffers of every sharded optimizer."""
-        return flat_buffers_of(self.shards)
+        return flat_buffers_of(self.divided)
 
     def backward(
         self,
@@ -286,11 +303,7 @@ class LaneEngine(LaneContext):
     ) -> None:
         """Set `.grad` to the mean over all lanes, added to the gradients of earlier calls."""
         parameters, skipped = call.parameters, result.skipped
-        if call.overlap.buckets:
-            call.overlap.set_gradients(parameters, _missing(parameters, reports, skipped), scale)
-        elif skipped is None:
-            # a single worker: its only subtree is the whole tree
-            _set_scaled(parameters, call.own_gradients[0], scale)
+        call.overlap.set_gradients(parameters, _missing(parameters, reports, skipped), scale)
         if call.earlier:
             _add_earlier(parameters, call.earlier)
         self.optimizers.seal(parameters)
@@ -332,7 +345,8 @@ class LaneEngine(LaneContext):
 
         def narrow() -> list[int]:
             nonfinite = list[int]()
-            if loss.fn is None or self.shares(loss):  # not to be computed again, or of all lanes
+            # not to be computed again, or of all lanes, or only with the other workers
+            if loss.fn is None or self.shares(loss) or self.takes_turns:
                 return nonfinite
             with self.manual.lanes(), suppress(Exception):  # that of the gradient matters more
                 for lane in lanes:
@@ -374,7 +388,14 @@ class LaneEngine(LaneContext):
         embeddings of all lanes, so each lane has two passes: to its embeddings and, when all
         workers have computed the loss, back from the gradients of its embeddings.
         """
-        kind = WholeBatchPass if self.shares(loss) else LanePass
+        kind: type[LanePass] = call.overlap.kind_of_pass or LanePass
+        if self.shares(loss):
+            if kind is not LanePass:
+                raise LossError(
+                    "embed= cannot be used with a model that is sharded: replicate it without"
+                    " shard='full'"
+                )
+            kind = WholeBatchPass
         make = kind if self.pass_of is None else self.pass_of(kind, loss, seed[0])
         return make(self, loss, batch, call.parameters, seed, call.overlap)
 
@@ -422,12 +443,6 @@ def _missing(parameters: Parameters, reports: Sequence[Any], skipped: str | None
     if skipped is not None:
         return set(range(len(parameters)))
     return set.intersection(*(set(report["missing"]) for report in reports))
-
-
-def _set_scaled(parameters: Parameters, gradients: Gradients, scale: float) -> None:
-    scaled = scaled_together(gradients, parameters, scale)
-    for parameter, gradient in zip(parameters, scaled, strict=True):
-        parameter.grad = gradient
 
 
 def _add_earlier(parameters: Parameters, earlier: Gradients) -> None:

@@ -35,7 +35,7 @@ from samestep.step.guards import (
     refuse_reentrant,
 )
 from samestep.step.lane_results import LaneScalars, split_loss
-from samestep.step.layout import Span, lanes_of, subtrees, tree_steps, tree_sum
+from samestep.step.layout import Assignment, Span, subtrees, tree_steps, tree_sum
 from samestep.step.overlap import NO_OVERLAP, Overlap
 from samestep.step.replicas import Replica, Replicas
 from samestep.torch_internals import (
@@ -231,11 +231,17 @@ class LaneContext:
     def __post_init__(self) -> None:
         self.plugins = StepPlugins()
         # at least one lane per device
-        self.own = lanes_of(self.world.rank, self.world.size, self.lanes)
+        self.assignment = Assignment(self.world.size, self.lanes)
+        self.own = self.assignment.of(self.world.rank)
         self.replicas = Replicas(self.devices, self.own)
-        self.buffers = Buffers(self.world, self.lanes, self.replicas)
+        self.buffers = Buffers(self.world, self.assignment, self.replicas)
         self.manual = ManualGradients()
         self._is_in_user_code = False
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether all workers compute neighbors at the same time, for a model that is sharded."""
+        return self.assignment.is_strided
 
     @property
     def round_to(self) -> torch.dtype | None:
@@ -280,7 +286,7 @@ class LaneContext:
 
     def keep_casts(self) -> AbstractContextManager[Any]:
         """Return a context in which several `autocast` blocks cast each parameter once."""
-        if self.config.precision == "float32":
+        if self.config.precision == "float32" or self.takes_turns:
             return NO_CONTEXT
         # torch forgets casts at the end of the outermost block, enabled or not
         return torch.autocast(self.devices[0].type, enabled=False)
@@ -502,7 +508,7 @@ class LanePass:
                 self.inputs.samples(lane),
                 f"{replica.device} on worker {self.context.world.rank}",
                 self.seed[0],
-                again=lambda: finished(compute(lane, replica)),
+                again=lambda: self.context.takes_turns or finished(compute(lane, replica)),
             )
             if explanation is None:
                 raise

@@ -10,7 +10,9 @@ largest power of two below its length:
     3 workers       w0 w0 | w1  w1  w1 | w2 w2  w2
 
 A worker adds the maximal subtrees inside its own lanes (w1: [2,4) and 4); the exchange finishes the
-tree. So the order of additions does not depend on the number of workers.
+tree. So the order of additions does not depend on the number of workers. If a model is sharded,
+lanes are strided instead: worker r of W has lanes r, r + W, ..., so that all workers compute
+neighbors at the same time, whose gradients are added at once.
 
 Tensors lie in flat storage, which is divided into one slice per worker.
 """
@@ -18,7 +20,7 @@ Tensors lie in flat storage, which is divided into one slice per worker.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +45,33 @@ def lanes_of(rank: int, workers: int, lanes: int) -> range:
     return range(rank * lanes // workers, (rank + 1) * lanes // workers)
 
 
+@dataclass
+class Assignment:
+    """Which worker computes which lanes: contiguous ones, or strided ones."""
+
+    workers: int
+    lanes: int
+    is_strided: bool = False
+
+    def stride(self) -> None:
+        """Make lanes strided, before any of them is computed."""
+        self.is_strided = True
+
+    def of(self, rank: int) -> range:
+        """Return the lanes of a worker."""
+        if self.is_strided:
+            return range(rank, self.lanes, self.workers)
+        return lanes_of(rank, self.workers, self.lanes)
+
+    def worker_of(self, lane: int) -> int:
+        """Return the rank of the worker that computes a lane."""
+        return next(rank for rank in range(self.workers) if lane in self.of(rank))
+
+    def subtrees(self, ranks: range) -> list[Span]:
+        """Return the maximal subtrees of the lanes of these workers."""
+        return subtrees(sorted(lane for rank in ranks for lane in self.of(rank)), self.lanes)
+
+
 def halves(span: Span) -> tuple[Span, Span]:
     """Split a span of at least two lanes at the largest power of two below its length."""
     low, high = span
@@ -50,25 +79,19 @@ def halves(span: Span) -> tuple[Span, Span]:
     return (low, middle), (middle, high)
 
 
-def subtrees(own_lanes: range, lanes: int) -> list[Span]:
-    """Return the maximal spans of the tree over `lanes` inside `own_lanes`, in lane order."""
+def subtrees(own_lanes: Sequence[int], lanes: int) -> list[Span]:
+    """Return the maximal spans of the tree over `lanes` inside sorted `own_lanes`, in order."""
 
     def inside(span: Span) -> list[Span]:
-        low, high = span
-        if own_lanes.start <= low and high <= own_lanes.stop:
+        own = bisect_left(own_lanes, span[1]) - bisect_left(own_lanes, span[0])
+        if own == span[1] - span[0]:
             return [span]
-        if high <= own_lanes.start or own_lanes.stop <= low:
+        if own == 0:
             return []
-        left, right = halves(span)  # the span crosses a border between workers
+        left, right = halves(span)  # other workers have some of the span
         return inside(left) + inside(right)
 
-    return inside((0, lanes)) if own_lanes else []
-
-
-def subtrees_of(ranks: range, workers: int, lanes: int) -> list[Span]:
-    """Return the maximal subtrees of the lanes of adjacent workers."""
-    first, last = (lanes_of(rank, workers, lanes) for rank in (ranks[0], ranks[-1]))
-    return subtrees(range(first.start, last.stop), lanes)
+    return inside((0, lanes))
 
 
 def tree_sum(

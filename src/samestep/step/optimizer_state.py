@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Final, NamedTuple, NoReturn
@@ -14,6 +15,26 @@ from samestep.errors import OptimizerError
 
 # State with one number per parameter; other state tensors have one per element.
 SCALAR_STATE: Final = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+class DividedState(ABC):
+    """What workers save in parts: `state_dict` has this worker's, as `TensorSlice` leaves."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return this worker's part of the whole state."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's part of the whole state."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is equal on all workers."""
+        return {}
+
+    def counters_of_cut(self) -> dict[str, Any]:
+        """Return the numbers in the state of tensors of which other workers have a part."""
+        return {}
 
 
 class LockedState:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,10 +19,16 @@ from samestep.errors import WorldError
 from samestep.step.across_hosts import choose_exchange
 from samestep.step.exchange import Exchange, ExchangeSpec, buckets, gather, wait_until_free
 from samestep.step.flat_buffer import FlatBuffer
-from samestep.step.gradients import Gradients, Parameters, add_gradients, have_none
-from samestep.step.layout import Span, tree_sum
+from samestep.step.gradients import (
+    Gradients,
+    Parameters,
+    add_gradients,
+    have_none,
+    scaled_together,
+)
+from samestep.step.layout import Assignment, Span, tree_sum
 from samestep.step.scaling import scaled
-from samestep.step.shard import Shard
+from samestep.step.shard import DividedOptimizer, Shard
 
 # Above this size, copying a gradient early saves more time than the hook costs.
 EARLY_BYTES: Final = 1 << 18
@@ -79,7 +85,12 @@ class Bucket:
 
 
 class Overlap:
-    """Puts gradients into the exchanges of `buckets` after backward; subclasses do so earlier."""
+    """Puts gradients into the exchanges of `buckets` after backward; subclasses do so earlier.
+
+    A loss per lane has passes of this `kind_of_pass`, None for a `LanePass`.
+    """
+
+    kind_of_pass: Any = None
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
@@ -155,6 +166,20 @@ class Overlap:
             ):
                 if n is not None and is_present:
                     parameters[n].grad = scaled(gradient, gradient.dtype, scales[id(bucket)])
+
+
+class OneWorker(Overlap):
+    """Keeps the gradients of a single worker, whose only subtree is the whole tree."""
+
+    def finish(self, own_gradients: Sequence[Gradients]) -> None:
+        (self._gradients,) = own_gradients
+
+    def set_gradients(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
+        gradients, self._gradients = self._gradients, []
+        if len(missing) < len(parameters):
+            scaled = scaled_together(gradients, parameters, scale)
+            for parameter, gradient in zip(parameters, scaled, strict=True):
+                parameter.grad = gradient
 
 
 NO_OVERLAP: Final = Overlap([])  # no gradient goes into exchanges during backward
@@ -362,7 +387,7 @@ class Overlaps:
     def __init__(
         self,
         world: World,
-        lanes: int,
+        assignment: Assignment,
         round_to: torch.dtype | None,
         shards: Sequence[Shard],
         has_nested: Callable[[], bool],
@@ -370,10 +395,11 @@ class Overlaps:
         has_one_device: bool,
     ) -> None:
         """`shards` are those of sharded optimizers, and may become more."""
-        self._world, self._lanes, self._round_to = world, lanes, round_to
+        self._world, self._assignment, self._round_to = world, assignment, round_to
         self._shards, self._has_nested = shards, has_nested
         self._has_one_device = has_one_device
         self._by_parameters: dict[tuple[int, ...], Overlap] = {}
+        self._around: Callable[..., Overlap] | None = None
         # of the last step, found by identity: a key of all parameter ids takes longer to make
         self._last: tuple[Parameters, int, Overlap] | None = None
 
@@ -383,15 +409,23 @@ class Overlaps:
             last, shards, overlap = self._last
             if last is parameters and shards == len(self._shards):
                 return overlap.used(call)
-        has_others = self._world.size > 1
+        has_others = self._world.size > 1 or self._around is not None
         cache_key = (len(self._shards), *map(id, parameters)) if has_others else ()
         if cache_key not in self._by_parameters:
             self._close_unused(call)
-            self._by_parameters[cache_key] = self._new(parameters)
+            new = self._new if self._around is None else partial(self._around, new=self._new)
+            self._by_parameters[cache_key] = new(parameters)
         overlap = self._by_parameters[cache_key]
         if has_others:
             self._last = parameters, len(self._shards), overlap
         return overlap.used(call)
+
+    def wrap(self, around: Callable[..., Overlap]) -> None:
+        """Let `around` return the sums of parameters, some of which are those of sharded models.
+
+        It gets a function that returns those of replicated ones, as `new`.
+        """
+        self._around = around
 
     def close(self) -> None:
         """Remove all hooks of parameters."""
@@ -400,15 +434,17 @@ class Overlaps:
 
     def _new(self, parameters: Parameters) -> Overlap:
         world = self._world
-        own_buckets = self._buckets_of(parameters) if world.size > 1 else []
+        if world.size == 1:
+            return OneWorker([])
+        own_buckets = self._buckets_of(parameters)
         # Several hosts, or GPUs, each of which counts as one: send during the last backward. With
         # several devices per worker, sums are complete only when all devices are done.
-        if own_buckets and len(world.hosts) > 1 and self._has_one_device:
+        if len(world.hosts) > 1 and self._has_one_device:
             return EarlyExchange(own_buckets, parameters, world, self._has_nested)
         # one host, one lane per worker: a gradient is final when it arrives, and nothing is added
-        if own_buckets and self._lanes == world.size:
+        if self._assignment.lanes == world.size:
             return EarlyCopies(own_buckets, parameters, self._has_nested)
-        return Overlap(own_buckets)  # several lanes are added first; a single worker has no buckets
+        return Overlap(own_buckets)  # several lanes are added first
 
     def _close_unused(self, call: int) -> None:
         """Free the exchanges of parameters that have not been trained together for long."""
@@ -421,18 +457,16 @@ class Overlaps:
         number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         grouped = []
         for flat_buffer in flat_buffers_of(self._shards):
-            numbers = [
-                number_of.pop(id(parameter), None) for parameter in flat_buffer.exchange.parameters
-            ]
+            numbers = [number_of.pop(id(parameter), None) for parameter in flat_buffer.parameters]
             if set(numbers) != {None}:
                 grouped.append(Bucket(flat_buffer.exchange, numbers, flat_buffer))
         others = [parameters[n] for n in number_of.values()]
         for group in buckets(others, self._world, self._round_to):
-            spec = ExchangeSpec(group, self._lanes, self._world, self._round_to)
+            spec = ExchangeSpec(group, self._assignment, self._world, self._round_to)
             grouped.append(Bucket(choose_exchange(spec), [number_of[id(p)] for p in group], None))
         return grouped
 
 
-def flat_buffers_of(shards: Sequence[Shard]) -> list[FlatBuffer]:
+def flat_buffers_of(shards: Sequence[DividedOptimizer]) -> list[FlatBuffer]:
     """Return the flat buffers of sharded optimizers."""
     return [flat_buffer for shard in shards for flat_buffer in shard.flat_buffers]

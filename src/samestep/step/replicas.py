@@ -20,7 +20,7 @@ from samestep.comm.base import World
 from samestep.data.batch import BatchCopier
 from samestep.errors import ModelError
 from samestep.step.layout import GPU_ALIGNMENT_BYTES, Layout, lanes_of, view_like
-from samestep.torch_internals import buffers_in, foreach_copy_, parameters_in
+from samestep.torch_internals import SHARDED, buffers_in, foreach_copy_, parameters_in
 
 # Larger tensors are sent separately: joining them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20
@@ -73,7 +73,8 @@ def check_unwrapped(module: Module) -> None:
     """
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
-            if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+            is_torchs = kind.__name__ in WRAPPERS and kind.__module__.startswith("torch.")
+            if is_torchs and part not in SHARDED:
                 place = f"{name!r} of the model" if name else "the model"
                 raise ModelError(
                     f"{place} is a {kind.__name__}, but samestep itself divides batches and adds up"
@@ -186,6 +187,11 @@ class Replicas:
         ]
         self._homes: dict[tuple[int, str], Home] = {}
         self._staged: list[StagedTensors] = []
+
+    def give(self, own_lanes: range) -> None:
+        """Give the only device other lanes of the worker."""
+        (replica,) = self.all
+        self.all = [Replica(0, replica.device, own_lanes)]
 
     def add(self, module: Module) -> None:
         """Copy a module's new parameters and buffers to all devices.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.base import World
 from samestep.step.flat_buffer import FlatBuffer
-from samestep.step.gradients import Parameters
+from samestep.step.gradients import Parameters, row_squares
 from samestep.step.guards import GradientSeal
 from samestep.step.layout import ALIGNMENT, flattened
 from samestep.torch_internals import GradScalerHooks, foreach_mul_
@@ -26,7 +26,7 @@ def scaled(gradient: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def clip_gradients(
-    parameters: Parameters, buffers: Sequence[FlatBuffer], world: World, max_norm: float
+    parameters: Parameters, buffers: Sequence[FlatBuffer], max_norm: float
 ) -> Tensor:
     """Scale the parameters' gradients to a norm of at most `max_norm`; return the norm before.
 
@@ -35,13 +35,11 @@ def clip_gradients(
     the same order. Collective for each of the `buffers` that has any of the parameters.
     """
     ids = set(map(id, parameters))
-    buffers = [
-        buffer for buffer in buffers if not ids.isdisjoint(map(id, buffer.exchange.parameters))
-    ]
+    buffers = [buffer for buffer in buffers if not ids.isdisjoint(map(id, buffer.parameters))]
     for buffer in buffers:
         buffer.drop_cleared()
-    norm = gradient_norm(parameters, buffers, world)
-    in_slices = {id(parameter) for buffer in buffers for parameter in buffer.exchange.parameters}
+    norm = gradient_norm(parameters, buffers)
+    in_slices = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
     unsharded = [
         parameter.grad
         for parameter in parameters
@@ -52,14 +50,14 @@ def clip_gradients(
     return norm.float()
 
 
-def gradient_norm(parameters: Parameters, buffers: Sequence[FlatBuffer], world: World) -> Tensor:
+def gradient_norm(parameters: Parameters, buffers: Sequence[FlatBuffer]) -> Tensor:
     """Return the float64 2-norm of the parameters' gradients, some of them sharded in `buffers`.
 
     Collective for each buffer.
     """
     rows: dict[int, Tensor] = {}  # float64 sums of squares of each row, by the parameter's id
     for buffer in buffers:
-        rows.update(_sharded_rows(buffer, world))
+        rows.update(buffer.squares())
     for parameter in parameters:  # of unsharded optimizers: the same on every worker
         if id(parameter) not in rows:
             rows[id(parameter)] = _rows(parameter)
@@ -91,36 +89,7 @@ def _rows(parameter: Parameter) -> Tensor:
     values = flattened(parameter.grad)  # in storage order, as in flat storage
     if size % ALIGNMENT:
         values = torch.nn.functional.pad(values, (0, -size % ALIGNMENT))
-    return _row_squares(values)
-
-
-def _sharded_rows(buffer: FlatBuffer, world: World) -> dict[int, Tensor]:
-    held, exchange = torch.zeros_like(buffer.own), buffer.exchange
-    own = exchange.own_elements
-    for segment in buffer.segments:
-        if segment.parameter.grad is not None:
-            segment.view_in(held).copy_(segment.parameter.grad)
-    # across "host", this worker holds the slices of its partners as well, but counts only its own
-    squares = _row_squares(held[own.start : own.stop])  # float64 [elements / 64]
-    most = max(map(exchange.size_of, range(world.size))) // ALIGNMENT
-    rows = squares.new_empty(world.size, most)  # by rank
-    if padding := most - len(squares):
-        squares = torch.nn.functional.pad(squares, (0, padding))
-    world.all_gather(rows.view(-1), squares, "adding up the gradient norm")
-    flat = exchange.joined(rows, ALIGNMENT)  # float64 [flat_size / 64]
-    # without rows of padding: unsharded gradients have none
-    starts = (offset // ALIGNMENT for offset in exchange.layout.offsets)
-    return {
-        id(parameter): flat[start : start - (-parameter.numel() // ALIGNMENT)]
-        for parameter, start in zip(exchange.parameters, starts, strict=False)
-    }
-
-
-def _row_squares(flat: Tensor) -> Tensor:
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    # [rows, 64] to one norm per row
-    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)
-    return norms.double().square()
+    return row_squares(values)
 
 
 class GradScaler(GradScalerHooks):

@@ -11,6 +11,7 @@ parameters, and are chosen so that workers have equal work.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -27,8 +28,13 @@ from samestep.step.exchange import Across, ExchangeSpec, all_gather, buckets
 from samestep.step.flat_buffer import FlatBuffer, Segment
 from samestep.step.gradients import Parameters, parameters_of
 from samestep.step.guards import Contents
-from samestep.step.layout import Fragment, TensorSlice, flattened, storage_order
-from samestep.step.optimizer_state import copied, is_elementwise, load_optimizer
+from samestep.step.layout import Assignment, Fragment, TensorSlice, flattened, storage_order
+from samestep.step.optimizer_state import (
+    DividedState,
+    copied,
+    is_elementwise,
+    load_optimizer,
+)
 from samestep.torch_internals import step_without_hooks
 
 ELEMENTWISE: Final = (
@@ -53,7 +59,23 @@ SHARDABLE: Final = (*ELEMENTWISE, *WHOLE)
 SHARE_OF_MEMORY: Final = 0.5  # of the available memory, for state that hosts have in common
 
 
-class Shard:
+class DividedOptimizer(DividedState):
+    """An optimizer of which each worker updates a part: `contents` has what it gets then."""
+
+    optimizer: optim.Optimizer
+    contents: Contents
+    flat_buffers: Sequence[Any]  # `FlatBuffer`, or what has its methods for other storage
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Wait for gradients that still arrive."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for gradients that still arrive, and drop those that user code has cleared."""
+
+
+class Shard(DividedOptimizer):
     """The flat buffers of a sharded optimizer.
 
     The optimizer stays the same object, so learning-rate schedulers and `step` work as before.
@@ -64,7 +86,7 @@ class Shard:
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        lanes: int,
+        assignment: Assignment,
         world: World,
         round_to: torch.dtype | None = None,
         across: Across = "world",
@@ -84,7 +106,7 @@ class Shard:
             bucket.sort(key=lambda parameter: owners.get(id(parameter), 0))  # stable
             numbers = tuple(owners[id(parameter)] for parameter in bucket) if owners else None
             spec = ExchangeSpec(
-                bucket, lanes, world, round_to, across, is_sharded=True, owners=numbers
+                bucket, assignment, world, round_to, across, is_sharded=True, owners=numbers
             )
             exchanges.append(choose_exchange(spec))
         self.across = exchanges[0].across
@@ -327,9 +349,14 @@ def _extent(parameter: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * parameter.element_size()
 
 
-def check_shardable(optimizer: optim.Optimizer) -> None:
+def check_shardable(optimizer: optim.Optimizer, *, is_full: bool = False) -> None:
     """Raise `OptimizerError` unless parameters, or slices of them, can be updated separately."""
     name = type(optimizer).__name__
+    if is_full and type(optimizer) in WHOLE:
+        raise OptimizerError(
+            f"{name} needs whole parameters, and those of a model with shard='full' are divided:"
+            " replicate the model, or use an elementwise optimizer"
+        )
     if type(optimizer) not in SHARDABLE:
         raise OptimizerError(
             f"{name} cannot be sharded: only elementwise optimizers can, which are"
@@ -342,6 +369,8 @@ def check_shardable(optimizer: optim.Optimizer) -> None:
             f"this {name} has state already; shard it before its first step, and load state through"
             " run.track"
         )
+    if is_full:  # of a sharded model
+        return
     parameters = parameters_of(optimizer)
     devices = {str(parameter.device) for parameter in parameters}
     if len(devices) > 1:

@@ -1,0 +1,166 @@
+"""The lanes of a worker if a model is sharded: turns, in which all workers compute neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor
+
+from samestep.comm.base import World
+from samestep.data.lane_loop import LaneSteps
+from samestep.errors import LossError
+from samestep.sharded.model import ShardedModel
+from samestep.sharded.parts import Part
+from samestep.sharded.unit import Trace
+from samestep.step.finite import size_of_flats
+from samestep.step.gradients import Gradients, Parameters
+from samestep.step.lane_pass import LanePass
+from samestep.step.overlap import Overlap
+from samestep.step.replicas import Replica
+from samestep.step.scaling import scaled
+
+UNKNOWN_ORDER: Final = (
+    "worker {} has no samples in the first lanes of this run, so it cannot know which units of the"
+    " sharded model the other workers gather. Use a first batch that gives each worker a lane with"
+    " samples"
+)
+
+
+class StreamedSums(Overlap):
+    """The sums of sharded models, whose gradients are added lane by lane, and of other parameters.
+
+    `others` are the numbers of those, in the updated list, and `inner` has their sums.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ShardedModel],
+        others: Sequence[int],
+        inner: Overlap | None,
+        world: World,
+        trace: Trace,
+    ) -> None:
+        super().__init__([])
+        self.kind_of_pass = ShardedPass
+        self._models, self._others, self._inner = models, others, inner
+        self._units = [unit for model in models for unit in model.units]
+        self._world, self.trace = world, trace
+        self._order = trace.calls  # of a lane, none yet
+        self._totals: list[tuple[Part, Tensor]] = []
+
+    @contextmanager
+    def turn(self, first: int, lanes: int) -> Iterator[None]:
+        """Compute this worker's lane of a turn in this block, or serve after it.
+
+        The turn begins with lane `first`. A worker without a lane in it, or with one that has no
+        samples, does what the others do in the order of a lane before.
+        """
+        self.trace.begin(senders=min(self._world.size, lanes - first))
+        for unit in self._units:
+            unit.begin_lane()
+        try:
+            yield
+            if not self.trace.calls:
+                self._serve()
+                return
+            for unit in self._units if self.trace.is_in_backward else ():
+                unit.end_lane()  # roots, and those whose inputs need no gradient
+            if first == 0:  # later ones may gather nothing
+                self._order = self.trace.calls
+        finally:
+            self.trace.end()
+
+    def _serve(self) -> None:
+        if not self._order:
+            raise LossError(UNKNOWN_ORDER.format(self._world.rank))
+        frees = all(model.keep != "step" for model in self._models)
+        for what, unit in self._order:
+            if what == "sum":
+                unit.add_lane()
+            else:
+                unit.gather(frees=frees)
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left."""
+        for unit in self._units:
+            unit.begin_step()
+
+    def end_lanes(self) -> None:
+        """Free what is gathered, after the last lane."""
+        for unit in self._units:
+            unit.free()
+
+    def used_parameters(self) -> set[int]:
+        """Return the ids of parameters with a gradient in a lane of this worker."""
+        return set[int]().union(*(unit.used() for unit in self._units))
+
+    def finish(self, own_gradients: Sequence[Gradients]) -> None:
+        self._totals = [pair for unit in self._units for pair in unit.totals()]
+        totals = [total for _, total in self._totals]
+        self.sizes = [size_of_flats(totals)] if totals else []
+        if self._inner is not None:
+            self._inner.finish([[of_span[n] for n in self._others] for of_span in own_gradients])
+            self.sizes += self._inner.sizes
+
+    def start(self) -> None:
+        if self._inner is not None:
+            self._inner.start()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def set_gradients(self, parameters: Parameters, missing: Collection[int], scale: float) -> None:
+        present = {id(p) for n, p in enumerate(parameters) if n not in missing}
+        for model in self._models:
+            for part in model.parts:
+                if id(part.whole) in present:
+                    part.use()
+        for part, total in self._totals:
+            if id(part.whole) in present and part.size:
+                part.add_gradient(scaled(total, part.whole.dtype, scale))
+        self._totals = []
+        if self._inner is not None:
+            of_inner = [place for place, n in enumerate(self._others) if n in missing]
+            self._inner.set_gradients([parameters[n] for n in self._others], of_inner, scale)
+
+
+class ShardedPass(LanePass):
+    """The lanes of a worker, in turns with those of the others."""
+
+    overlap: StreamedSums
+
+    def run(self) -> LaneSteps[list[Gradients]]:
+        self.overlap.begin_step()
+        own_gradients = yield from super().run()
+        lanes, rank, workers = self.context.lanes, self.context.world.rank, self.context.world.size
+        left = lanes % workers
+        if left and rank >= left:  # others have another lane
+            with self.overlap.turn(lanes - left, lanes):
+                pass
+        self.overlap.end_lanes()
+        return own_gradients
+
+    def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:
+        workers = self.context.world.size
+        with self.overlap.turn(lane // workers * workers, self.context.lanes):
+            return (yield from super()._run_lane(lane, replica))
+
+    def _differentiate(
+        self,
+        lane: int,
+        roots: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        parameters: Parameters,
+        *,
+        retain_graph: bool = False,
+    ) -> Gradients:
+        self.overlap.trace.begin_backward()
+        return super()._differentiate(lane, roots, weights, parameters, retain_graph=retain_graph)
+
+    def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
+        report, used = super().report(own_gradients), self.overlap.used_parameters()
+        missing = [n for n in report["missing"] if id(self.parameters[n]) not in used]
+        return {**report, "missing": missing}

@@ -1,0 +1,188 @@
+"""An optimizer of sharded parameters: each worker updates its own rows, with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.nn.functional import pad
+
+from samestep.comm.base import World
+from samestep.sharded.parts import Part
+from samestep.step.gradients import SlicedGradient, row_squares
+from samestep.step.guards import Contents, refuse_unless_zero
+from samestep.step.layout import ALIGNMENT
+from samestep.step.optimizer_state import (
+    copied,
+    is_elementwise,
+    load_optimizer,
+)
+from samestep.step.shard import DividedOptimizer
+
+
+class Segments:
+    """The gradients of an optimizer's sharded parameters, as those of a `FlatBuffer`."""
+
+    def __init__(self, parts: Sequence[Part], world: World) -> None:
+        self.parts, self._world = parts, world
+        self.parameters = [part.sharded for part in parts]
+        self._cleared: set[int] = set()
+        for number, part in enumerate(parts):
+            part.stand_for(SlicedGradient.of(part.sharded, number, self._cleared))
+
+    def drop_cleared(self) -> None:
+        """Drop the gradients of parameters whose `.grad` user code has cleared."""
+        for number, part in enumerate(self.parts):
+            gradient = part.sharded.grad
+            if part.is_used and (gradient is not part.stand_in or number in self._cleared):
+                if gradient is not part.stand_in:
+                    refuse_unless_zero(gradient)
+                part.clear()
+        self._cleared.clear()
+
+    complete = drop_cleared
+
+    def gradients_of(self, ids: set[int]) -> list[Tensor]:
+        """Return this worker's parts of the gradients of the parameters with these ids, 1-D."""
+        return [
+            part.segment.grad
+            for part in self.parts
+            if part.segment.grad is not None and id(part.sharded) in ids
+        ]
+
+    def own_gradients(self) -> dict[int, list[Tensor]]:
+        """Return each parameter's gradient by id, as 1-D parts; each worker has its own rows."""
+        return {
+            id(part.sharded): [] if part.segment.grad is None else [part.segment.grad[part.inner]]
+            for part in self.parts
+        }
+
+    def squares(self) -> dict[int, Tensor]:
+        """Return float64 sums of squares of each row of 64 elements, by the parameter's id.
+
+        Each row is that of the worker that owns its first element. Collective.
+        """
+        counts = [-(-part.numel // ALIGNMENT) for part in self.parts]
+        device = self.parts[0].segment.device
+        own = torch.zeros(sum(counts), dtype=torch.float64, device=device)
+        start = 0
+        for part, count in zip(self.parts, counts, strict=True):
+            gradient = part.segment.grad
+            first, last = -(-part.start // ALIGNMENT), -(-part.stop // ALIGNMENT)
+            if gradient is not None and first < last:
+                values = gradient[first * ALIGNMENT - part.low : last * ALIGNMENT - part.low]
+                padding = (0, -len(values) % ALIGNMENT)
+                own[start + first : start + last] = row_squares(pad(values, padding))
+            start += count
+        rows = own.new_empty(self._world.size, len(own))
+        self._world.all_gather(rows.view(-1), own, "adding up the gradient norm")
+        total = rows.sum(0)  # exact: each row is zero on all workers but one
+        pairs = zip(self.parts, total.split(counts), strict=True)
+        return {id(part.sharded): values for part, values in pairs}
+
+
+class ShardedOptimizer(DividedOptimizer):
+    """What `Shard` is for replicated parameters: the optimizer gets segments of own rows."""
+
+    across = "world"
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        parts: Mapping[int, Part],
+        world: World,
+        free: Callable[[], None],
+    ) -> None:
+        """`free` frees what models have gathered, after an update."""
+        self.optimizer, self._world, self._free = optimizer, world, free
+        self.contents = contents = Contents(optimizer)
+        self._parts = [parts[id(parameter)] for parameter in contents.parameters]
+        self.flat_buffers = [Segments(self._parts, world)]
+        groups = [[*group["params"]] for group in optimizer.param_groups]
+        numbers = {id(part.sharded): number for number, part in enumerate(self._parts)}
+        self._group_indices = [[numbers[id(p)] for p in group] for group in groups]
+        segments = [
+            [self._parts[n].segment for n in indices if self._parts[n].size]
+            for indices in self._group_indices
+        ]
+        contents.divide(segments, self)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._publish)
+        contents.nest_hooks()
+        contents.close()
+
+    def complete(self) -> None:
+        """Do nothing: all gradients have arrived."""
+
+    def settle(self) -> None:
+        """Drop gradients that user code has cleared."""
+        self.flat_buffers[0].drop_cleared()
+
+    def _before_step(self, *_: object) -> None:
+        self.settle()
+
+    def _publish(self, *_: object) -> None:
+        for part in self._parts:
+            part.publish()
+            part.clear()
+        self._free()
+        self._world.barrier("updating parameters")
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is equal on all workers: the options of the parameter groups."""
+        groups = self.optimizer.param_groups
+        options = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return {"param_groups": options}
+
+    def counters_of_cut(self) -> dict[str, Any]:
+        """Return the numbers in the state of each parameter of which this worker has a part."""
+        state = {
+            number: {
+                name: value.tolist() if isinstance(value, Tensor) else value
+                for name, value in self.contents.state.get(part.segment, {}).items()
+                if not is_elementwise(name, value)
+            }
+            for number, part in enumerate(self._parts)
+            if part.size
+        }
+        return {"state": state}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole `state_dict`, with this worker's rows as `TensorSlice` leaves."""
+        state = {}
+        for number, part in enumerate(self._parts):
+            values = self.contents.state.get(part.segment, {})
+            entry = {
+                name: part.slice_of(value) if is_elementwise(name, value) else copied(value)
+                for name, value in values.items()
+                if is_elementwise(name, value) or part.start == 0
+            }
+            if entry and part.size:
+                state[number] = entry
+        pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
+        groups = [{**group, "params": indices} for group, indices in pairs]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's rows of a whole `state_dict`."""
+        values, groups, place = {}, [], 0
+        for saved, indices in zip(state["param_groups"], self._group_indices, strict=True):
+            first = place
+            for number in indices:
+                part = self._parts[number]
+                if not part.size:
+                    continue
+                of_one = state["state"].get(number, {})
+                values[place] = {
+                    name: value.reshape(-1)[part.low : part.high]
+                    if is_elementwise(name, value)
+                    else value
+                    for name, value in of_one.items()
+                }
+                place += 1
+            groups.append({**saved, "params": [*range(first, place)]})
+        loaded = {number: of_one for number, of_one in values.items() if of_one}
+        with self.contents.opened():
+            load_optimizer(self.optimizer, {"state": loaded, "param_groups": groups})

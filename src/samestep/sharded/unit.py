@@ -1,0 +1,194 @@
+"""A unit of a sharded model: a module whose parameters are gathered at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from samestep.comm.base import World
+from samestep.errors import LossError, ModelError
+from samestep.sharded.carry import Carry
+from samestep.sharded.memory import Boxes
+from samestep.sharded.parts import Part
+from samestep.step.gradients import sum_dtype
+
+
+class Trace:
+    """What the units of a run do in a lane, in order: gathers of parameters and sums of gradients.
+
+    A worker without a lane does the same, without a gradient. `senders` workers have a lane now.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Literal["gather", "sum"], Unit]] = []
+        self.senders = 0
+        self.is_in_backward = False
+
+    def begin(self, senders: int) -> None:
+        """Begin a lane."""
+        self.calls, self.senders, self.is_in_backward = [], senders, False
+
+    def begin_backward(self) -> None:
+        """Begin the backward pass of the lane."""
+        self.is_in_backward = True
+
+    def end(self) -> None:
+        """End a lane, after which no gradient is one of a lane."""
+        self.is_in_backward = False
+
+
+class Unit:
+    """A module whose parameters are gathered at once; `parts` are those that are trained.
+
+    Gradients of a lane are added to those of the other lanes when backward has left the module as
+    often as forward has entered it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Module,
+        parts: list[Part],
+        world: World,
+        trace: Trace,
+        boxes: Boxes,
+        round_to: torch.dtype | None,
+    ) -> None:
+        self.name, self.module = name, module
+        self.parts = [part for part in parts if part.whole.requires_grad]
+        self.frozen = [part for part in parts if not part.whole.requires_grad]
+        self._world, self._trace, self._boxes = world, trace, boxes
+        dtypes = {part.whole.dtype for part in self.parts}
+        if len(dtypes) > 1:
+            raise ModelError(
+                f"unit {name!r} has trained parameters of several dtypes: "
+                f"{', '.join(sorted(map(str, dtypes)))}; make each a unit of its own"
+            )
+        self._dtype = sum_dtype(min(dtypes, default=torch.float32, key=str), round_to)
+        # elements of each lane that each worker gets, by rank
+        self._sizes = [
+            sum(high - low for low, high in (part.wide[rank] for part in self.parts))
+            for rank in range(world.size)
+        ]
+        self._gradients: dict[int, Tensor] = {}  # of the current lane, by number of the part
+        self._entered = 0  # times that forward has entered it and backward has not left it
+        self._is_added = False  # in the current lane
+        self._used: set[int] = set()  # parts with a gradient in any lane of this worker
+        self._sums = Carry()  # of this worker's elements of all parts, 1-D
+        for number, part in enumerate(self.parts):
+            hook = partial(self._arrived, number)
+            part.whole.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.parts[0].whole.device
+
+    def gather(self, *, frees: bool) -> None:
+        """Take part in a gather of others, and free the parameters if others do."""
+        module: Any = self.module
+        module.unshard()
+        if frees:
+            module.reshard()
+
+    def free(self) -> None:
+        """Free the parameters if they are gathered."""
+        module: Any = self.module
+        module.reshard()
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left."""
+        self._sums.total()
+        self._used = set()
+
+    def begin_lane(self) -> None:
+        """Forget what a lane that failed has left."""
+        self._gradients, self._entered, self._is_added = {}, 0, False
+
+    def enter(self) -> None:
+        """Note that forward enters the module."""
+        self._entered += 1
+
+    def leave(self) -> None:
+        """Note that backward has left the module."""
+        self._entered -= 1
+        if self._entered == 0 and self._trace.is_in_backward:
+            self.end_lane()
+
+    def end_lane(self) -> None:
+        """Add the gradients of this lane, unless that is done."""
+        if not self._is_added and self.parts:
+            self._is_added = True
+            self._trace.calls.append(("sum", self))
+            self.add_lane()
+
+    def _arrived(self, number: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if not self._trace.is_in_backward or gradient is None:  # a hook of user code took it
+            return
+        if self._is_added:
+            raise LossError(
+                f"a gradient of {self.parts[number].name!r} came after those of its unit"
+                f" {self.name!r} were complete: a parameter of a sharded model may only be used in"
+                " the forward of its unit"
+            )
+        earlier = self._gradients.get(number)  # of a backward pass of its own in the lane
+        self._gradients[number] = gradient if earlier is None else earlier.add_(gradient)
+        parameter.grad = None
+        self._used.add(number)
+
+    def add_lane(self) -> None:
+        """Give each worker its elements of the lane's gradients; add those of all lanes here.
+
+        A parameter that a lane did not use has zeros.
+        """
+        rank, workers, senders = self._world.rank, self._world.size, self._trace.senders
+        gradients = self._take() if rank < senders else [[] for _ in range(workers)]
+        own, what = self._sizes[rank], f"adding up the gradients of unit {self.name!r}"
+        if self._boxes.are_shared and self.device.type == "cpu":
+            pieces = self._boxes.pieces(self._sizes, gradients, senders, self._dtype, what)
+            self._sums.add(own, pieces)
+            return
+        none = torch.empty(0, dtype=self._dtype, device=self.device)
+        sent = torch.cat([none, *chain.from_iterable(gradients)])
+        gradients.clear()
+        received = sent.new_empty(senders * own)
+        self._world.all_to_all(
+            received,
+            [own * (sender < senders) for sender in range(workers)],
+            sent,
+            [size * (rank < senders) for size in self._sizes],
+            what,
+        )
+        if own:
+            self._sums.add(own, [(0, own, received.split(own))])  # in lane order
+
+    def _take(self) -> list[list[Tensor]]:
+        """Return the parts of this lane's gradients, 1-D, by the worker that gets them."""
+        gradients, self._gradients = self._gradients, {}
+        flat = [
+            gradients[number].reshape(-1).to(self._dtype)
+            if number in gradients
+            else part.whole.new_zeros(part.numel, dtype=self._dtype)
+            for number, part in enumerate(self.parts)
+        ]
+        return [
+            [flat[number][slice(*part.wide[owner])] for number, part in enumerate(self.parts)]
+            for owner in range(self._world.size)
+        ]
+
+    def totals(self) -> list[tuple[Part, Tensor]]:
+        """Return the sum over all lanes of each part that this worker has a part of."""
+        total = self._sums.total()
+        if total is None:
+            return []
+        return list(zip(self.parts, total.split([part.size for part in self.parts]), strict=True))
+
+    def used(self) -> set[int]:
+        """Return the ids of whole parameters that lanes of this worker used."""
+        return {id(self.parts[number].whole) for number in self._used}

@@ -1,0 +1,268 @@
+"""Sharded parameters have the bits of replicated ones, or are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
+from tests.sharded.jobs import JOBS, Block, Words, adamw, digest, digests, loss_fn, texts, train
+from tests.workers import WorkerFailedError, run_workers
+
+FULL = {"shard": "full"}
+SOME = ("tied", "short", "joined", "evaluated")
+HOSTS = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each worker is a host
+
+
+@pytest.fixture(scope="module")
+def replicated():
+    """What all jobs end with, replicated, on one worker."""
+    (results,) = run_workers(digests, 1, None, {})
+    return results
+
+
+def of(results, names):
+    return {name: results[name] for name in names}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_all_jobs_have_the_bits_of_replicated_parameters(workers, replicated):
+    assert len(replicated) == len(JOBS)
+    assert run_workers(digests, workers, None, FULL) == [replicated] * workers
+
+
+@pytest.mark.parametrize("keep", ["lane", "step"])
+def test_units_may_be_kept(keep, replicated):
+    shard = {**FULL, "keep": keep}
+    assert run_workers(digests, 3, SOME, shard) == [of(replicated, SOME)] * 3
+
+
+def test_several_hosts_have_the_same_bits(replicated):
+    results = run_workers(digests, 2, SOME, FULL, environment=HOSTS)
+    assert results == [of(replicated, SOME)] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_any_number_of_workers_has_the_same_bits(workers, replicated):
+    assert run_workers(digests, workers, None, FULL) == [replicated] * workers
+
+
+@pytest.mark.parametrize(
+    ("lanes", "workers", "options"),
+    [
+        (1, 1, {}),
+        (7, 3, {}),
+        (8, 2, {"precision": "bfloat16"}),
+        (8, 2, {"exchange_dtype": "bfloat16"}),
+    ],
+    ids=["one lane", "seven lanes", "bfloat16", "gradients in bfloat16"],
+)
+def test_options_have_the_bits_of_replicated_parameters(lanes, workers, options):
+    names = ("tied", "checkpoints")
+    (expected,) = run_workers(in_one_run, 1, names, {}, lanes, options)
+    assert run_workers(in_one_run, workers, names, FULL, lanes, options) == [expected] * workers
+
+
+def in_one_run(names, shard, lanes, options):
+    return digests(names, shard, lanes, **options)
+
+
+def trained(folder, shard, steps, stop_after=None):
+    torch.set_num_threads(1)
+    with ss.init(dir=folder, lanes=6, stop_after=stop_after, progress=False) as run:
+        torch.manual_seed(1)
+        model = run.replicate(Words(), **({"units": (Block,), **shard} if shard else {}))
+        optimizer = adamw(run, model, fused=True)
+        run.track(model=model, optimizer=optimizer)
+        train(run, model, optimizer, steps=steps)
+        assert run.step == steps
+        run.snapshot(score=1.0)
+        model_of_best = run.best_snapshot().state["model"]
+        assert list(model_of_best) == list(Words().state_dict())
+        return digest(run, model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(({}, 2), (FULL, 3)), ((FULL, 3), (FULL, 2)), ((FULL, 2), ({}, 1)), ((FULL, 1), (FULL, 2))],
+    ids=["replicated to sharded", "three to two", "sharded to replicated", "one to two"],
+)
+def test_snapshots_are_those_of_any_way(tmp_path, before, after):
+    (expected,) = run_workers(trained, 1, tmp_path / "whole", {}, 6)
+    shard, workers = before
+    run_workers(trained, workers, tmp_path / "run", shard, 6, 3)
+    shard, workers = after
+    assert run_workers(trained, workers, tmp_path / "run", shard, 6) == [expected] * workers
+
+
+# -- what is refused
+
+
+def refused(use, error, **options):
+    """Return the message of the error that a script raises."""
+    torch.set_num_threads(1)
+    with (
+        ss.init(lanes=4, progress=False, **options) as run,
+        pytest.raises(error) as caught,
+    ):
+        use(run)
+    return str(caught.value)
+
+
+def sharded(run):
+    return run.replicate(Words(), shard="full", units=(Block,))
+
+
+def read_in_the_loss(run):
+    model = sharded(run)
+
+    def loss(model, batch):
+        return loss_fn(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+    train(run, model, adamw(run, model), loss)
+
+
+def read_outside(run):
+    sharded(run).embedding.weight.norm()
+
+
+def read_data(run):
+    _ = sharded(run).embedding.weight.data
+
+
+def read_state(run):
+    sharded(run).state_dict()
+
+
+def without_shard(run):
+    model = sharded(run)
+    train(run, model, torch.optim.AdamW(model.parameters()))
+
+
+def embedded(run):
+    model = sharded(run)
+    for batch in run.batches(texts(), 8, steps=1):
+        run.backward(lambda _, logits: logits.mean(), model, batch, embed=lambda m, b: m(b[0]))
+
+
+def with_others(run):
+    model, other = sharded(run), nn.Parameter(torch.zeros(3))
+    run.shard(torch.optim.SGD([*model.parameters(), other], lr=0.1))
+
+
+def late(run):
+    model = run.replicate(nn.Linear(7, 7))
+    run.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+    sharded(run)
+
+
+def without_units(run):
+    run.replicate(Words(), shard="full", units=(nn.Conv2d,))
+
+
+def unknown_keep(run):
+    run.replicate(Words(), shard="full", units=(Block,), keep="always")
+
+
+def unknown_shard(run):
+    run.replicate(Words(), shard="half")
+
+
+def units_alone(run):
+    run.replicate(Words(), units=(Block,))
+
+
+def edited(run):
+    model = sharded(run)
+    optimizer = adamw(run, model)
+    for batch in run.batches(texts(), 8, steps=1):
+        run.backward(loss_fn, model, batch)
+        model.embedding.weight.grad.mul_(2)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (read_in_the_loss, ModelError, "read by square"),
+        (read_outside, ModelError, "read by norm"),
+        (read_data, ModelError, "read by data"),
+        (read_state, ModelError, "run.full_parameters"),
+        (without_shard, OptimizerError, "write optimizer = run.shard(AdamW(model.parameters()"),
+        (embedded, LossError, "embed= cannot be used with a model that is sharded"),
+        (with_others, OptimizerError, "make an optimizer for each"),
+        (late, ModelError, "before run.shard"),
+        (without_units, ModelError, "found no units in Words"),
+        (unknown_keep, ConfigError, "keep must be one of"),
+        (unknown_shard, ConfigError, "shard must be 'full' or None"),
+        (units_alone, ConfigError, "add shard='full'"),
+        (edited, OptimizerError, "stored in slices"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(use, error, message):
+    (text,) = run_workers(refused, 1, use, error)
+    assert message in text
+
+
+def test_repeated_updates_are_refused():
+    (text,) = run_workers(refused_with_recheck, 1)
+    assert "cannot be used with recheck_every" in text
+
+
+def refused_with_recheck():
+    return refused(sharded, ConfigError, recheck_every=1)
+
+
+def skips_a_unit(run):
+    model = sharded(run)
+    whole = model.forward
+
+    def forward(words):
+        model.order = [0, 2] if run.rank else [0, 1, 2]
+        return whole(words)
+
+    model.forward = forward
+    train(run, model, adamw(run, model))
+
+
+def test_another_order_of_units_is_an_error_with_both_names():
+    def message(error):
+        while error is not None and not isinstance(error, WorldError):
+            error = error.__cause__
+        return str(error)
+
+    with pytest.raises(WorkerFailedError) as caught:
+        run_workers(in_order, 2)
+    assert "unit 'blocks.1'" in message(caught.value)
+    assert "unit 'blocks.2'" in message(caught.value)
+
+
+def in_order():
+    with ss.init(lanes=4, progress=False) as run:
+        skips_a_unit(run)
+
+
+def copies(workers_of_run):
+    """A copy that is made of whole parameters is a plain model, and what is written is kept."""
+    with ss.init(lanes=4, progress=False) as run:
+        torch.manual_seed(1)
+        model = sharded(run).eval()
+        words = texts().tensors[0][:3]
+        with torch.no_grad(), run.full_parameters(model):
+            twin = copy.deepcopy(model)
+            assert type(twin) is Words
+            assert torch.equal(twin(words), model(words))
+            model.embedding.weight.zero_()
+        with torch.no_grad():
+            assert not model(words).any()  # all workers call it
+            assert twin(words).any()
+        assert run.world_size == workers_of_run
+
+
+def test_whole_parameters_are_those_of_a_plain_model():
+    run_workers(copies, 2, 2)
