@@ -37,7 +37,7 @@ test: $(VENV)/ready-dev
 
 # The folders of src/samestep that make a step, keep it and watch it, in the order of
 # docs/architecture.md.
-CORE := tests/cluster tests/record tests/data tests/comm tests/step tests/snapshot tests/plugins tests/guards tests/run $(wildcard tests/test_*.py)
+CORE := tests/cluster tests/record tests/data tests/comm tests/step tests/snapshot tests/plugins tests/guards tests/sharded tests/run $(wildcard tests/test_*.py)
 test-core: $(VENV)/ready-dev
 	$(BIN)/pytest --numprocesses 4 --dist worksteal $(CORE)
 
