@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -256,9 +257,44 @@ def evaluated(run, shard):
     return model
 
 
+class Rows(nn.Module):
+    """A unit of layers."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
+
+    def forward(self, x):
+        return self.layers(x).tanh()
+
+
+def adversaries(run, shard):
+    """Two sharded models, of which each loss trains one and calls both."""
+    options = {**shard, "units": (Rows,)} if shard else {}
+    makers = [(3, 17, 5), (5, 13, 1)]
+    maker, judge = (run.replicate(nn.Sequential(Rows(*s)), **options) for s in makers)
+    optimizers = [adamw(run, model) for model in (maker, judge)]
+    data = TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(2)))
+
+    def make(maker, batch):
+        return -judge(maker(batch[0])).mean()
+
+    def judge_made(judge, batch):
+        return judge(maker(batch[0])).mean() - judge(batch[0].repeat(1, 2)[:, :5]).mean()
+
+    for batch in run.batches(data, 10, steps=6):
+        for loss, model, optimizer in zip(
+            (judge_made, make), (judge, maker), optimizers[::-1], strict=True
+        ):
+            run.backward(loss, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    return nn.ModuleList([maker, judge])
+
+
 JOBS = (
     tied, checkpoints, frozen, twice, partly, pictures, short, inline, accumulated, two_models,
-    joined, evaluated,
+    joined, evaluated, adversaries,
 )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class StreamedSums(Overlap):
             unit.begin_lane()
         try:
             yield
-            if not self.trace.calls:
+            if not (self.trace.calls or self.trace.is_in_backward):
                 self._serve()
                 return
             for unit in self._units if self.trace.is_in_backward else ():
@@ -71,8 +71,12 @@ class StreamedSums(Overlap):
                 self._order = self.trace.calls
         finally:
             self.trace.end()
+            for unit in self._units:
+                unit.close_lane()
 
     def _serve(self) -> None:
+        if self._world.size == 1:
+            return
         if not self._order:
             raise LossError(UNKNOWN_ORDER.format(self._world.rank))
         frees = all(model.keep != "step" for model in self._models)
@@ -98,7 +102,7 @@ class StreamedSums(Overlap):
 
     def finish(self, own_gradients: Sequence[Gradients]) -> None:
         self._totals = [pair for unit in self._units for pair in unit.totals()]
-        totals = [total for _, total in self._totals]
+        totals = [total for _, total in self._totals if total.numel()]
         self.sizes = [size_of_flats(totals)] if totals else []
         if self._inner is not None:
             self._inner.finish([[of_span[n] for n in self._others] for of_span in own_gradients])

@@ -77,7 +77,7 @@ class Unit:
         ]
         self._gradients: dict[int, Tensor] = {}  # of the current lane, by number of the part
         self._entered = 0  # times that forward has entered it and backward has not left it
-        self._is_added = False  # in the current lane
+        self._is_added = True  # unless a lane trains it whose gradients are not added yet
         self._used: set[int] = set()  # parts with a gradient in any lane of this worker
         self._sums = Carry()  # of this worker's elements of all parts, 1-D
         for number, part in enumerate(self.parts):
@@ -107,8 +107,12 @@ class Unit:
         self._used = set()
 
     def begin_lane(self) -> None:
-        """Forget what a lane that failed has left."""
+        """Begin a lane that trains the unit; forget what one that failed has left."""
         self._gradients, self._entered, self._is_added = {}, 0, False
+
+    def close_lane(self) -> None:
+        """Add nothing until the next lane that trains the unit: others may call it as well."""
+        self._is_added = True
 
     def enter(self) -> None:
         """Note that forward enters the module."""
