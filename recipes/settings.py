@@ -354,7 +354,7 @@ def _recipe(kind: type) -> str:
 def _update(
     config: Any, types: Mapping[str, str], place: str, key: str, value: Any, recipe: str
 ) -> None:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and not types.get(key, "").startswith("dict["):
         for name in value:
             _update(config, types, place, f"{key}.{name}", value[name], recipe)
         return
@@ -372,7 +372,7 @@ def _update(
             value = OmegaConf.create(f"value: {value}").value
         if isinstance(value, str) and types[key].startswith("tuple[str"):
             value = [value]
-        OmegaConf.update(config, key, value)
+        OmegaConf.update(config, key, value, merge=False)
     except Exception as error:  # OmegaConf and its YAML parser raise errors of many types
         near = get_close_matches(text, types[key].split("'")[1::2], 1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -16,7 +16,7 @@ from tests.docs.commands import check
 
 PLACEHOLDERS = {"N+M": "4", "N": "2", "M": "2", "DIR": "here", "URL": "file:///there"}
 OPTIONS = {"-n", "--gpus", "--mode", *(flag_name(option.name) for option in fields(Config))}
-FILES = {"atari": "up_n_down", "detect": "digits", "vit": "digits"}
+FILES = {"atari": "up_n_down", "detect": "digits", "gpt": "tiny", "vit": "digits"}
 
 
 def code_of(recipe):
@@ -33,7 +33,7 @@ def code_of(recipe):
     return snippets
 
 
-@pytest.mark.parametrize("recipe", ["atari", "detect", "stain", "vit"])
+@pytest.mark.parametrize("recipe", ["atari", "detect", "gpt", "stain", "vit"])
 def test_commands_and_flags_in_tables_are_accepted(recipe):
     script, commands = f"recipes/{recipe}/train.py", 0
     for words in map(shlex.split, code_of(recipe)):
@@ -50,7 +50,7 @@ def test_commands_and_flags_in_tables_are_accepted(recipe):
     assert commands > 1
 
 
-@pytest.mark.parametrize("recipe", ["atari", "detect", "stain", "vit"])
+@pytest.mark.parametrize("recipe", ["atari", "detect", "gpt", "stain", "vit"])
 def test_settings_in_tables_are_those_of_the_recipe(recipe):
     settings = import_module(f"recipes.{recipe}.config").Settings
     keys = re.findall(r"^  ([\w.]+)=", parser(settings, "").format_help(), re.MULTILINE)

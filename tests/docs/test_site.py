@@ -77,11 +77,12 @@ def test_code_fits_its_column(site):
     assert cut_pages == []
 
 
-# What the multi-GPU guides of the four systems name
+# What the multi-GPU guides of the five systems name
 WORDS = {
     "vit": "spawn DistributedBatchSampler CUDA_VISIBLE_DEVICES reduce_dict all_gather AverageMeter",
     "stain": "visdom visualizer remote-transfer-cmd gpu-ids torchrun DataParallel",
     "detect": "init_method DistributedSampler set_epoch reduce_loss_dict find_unused_parameters",
+    "gpt": "torchrun nproc_per_node gradient_accumulation_steps init_process_group seed_offset",
     "atari": "DDPContext DistContext to_ddp_config hooks set_pkg_seed",
 }
 

@@ -18,7 +18,7 @@ from tests.needs import needs
 
 RECIPES = Path(recipes.__file__).parent
 PAGE = (RECIPES.parent / "docs" / "from-one-device.md").read_text()
-REAL = ("vit", "stain", "detect", "atari")
+REAL = ("vit", "stain", "detect", "gpt", "atari")
 
 
 def scripts(recipe):

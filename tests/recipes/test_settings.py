@@ -45,6 +45,7 @@ class Outer:
     loud: bool = setting(False, "a switch")
     title: str = setting("none", "a title")
     folder: Path | None = setting(None, "a folder")
+    folders: dict[str, Path] | None = setting(None, "folders by name")
     inner: Inner = field(default_factory=Inner)
     other: Inner = field(default_factory=Inner)
 
@@ -55,6 +56,7 @@ KEYS = {
     "loud": True,
     "title": "17",
     "folder": Path("a/b"),
+    "folders": {"one": Path("a"), "two": Path("b")},
     **{
         f"{section}.{name}": value
         for section in ("inner", "other")
@@ -100,6 +102,8 @@ def plain(value):
     return (
         str(value)
         if isinstance(value, Path)
+        else {name: str(path) for name, path in value.items()}
+        if isinstance(value, dict)
         else list(value)
         if isinstance(value, tuple)
         else value
@@ -122,10 +126,7 @@ def test_written_settings_are_read_back_equal(settings, tmp_path_factory):
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_is_set_in_a_file_or_an_argument_alone(key, tmp_path):
     in_file = read(Outer, [write(tmp_path / "a.yaml", nested(key, plain(KEYS[key])))])
-    in_argument = read(
-        Outer,
-        [f"{key}={plain(KEYS[key])}"],
-    )
+    in_argument = read(Outer, [f"{key}={plain(KEYS[key])}"])
 
     assert in_file == in_argument
     assert value_of(in_file, key) == KEYS[key]
@@ -168,6 +169,13 @@ def test_a_misspelt_key_is_named_with_its_source_and_the_right_one(key, data, tm
             read(Outer, [given_text])
         assert source in str(caught.value)
         assert f"unknown setting {wrong}; did you mean {key}?" in str(caught.value)
+
+
+def test_named_values_replace_those_of_a_file(tmp_path):
+    file = write(tmp_path / "a.yaml", {"folders": {"one": "a", "two": "b"}})
+    assert read(Outer, [file, "folders={one: c}"]).folders == {"one": Path("c")}
+    with pytest.raises(SettingsError, match=r"expected dict\[str, Path\] \| None for folders"):
+        read(Outer, ["folders=a"])
 
 
 def test_a_key_without_its_section_finds_the_section():
