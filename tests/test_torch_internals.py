@@ -27,6 +27,7 @@ from tqdm import tqdm
 from samestep import torch_internals as internals
 from samestep.host import parse
 from tests.ports import free_port
+from tests.workers import run_workers
 
 SOURCE = Path(internals.__file__).parent
 
@@ -521,37 +522,32 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x))
 
 
-def sharded_layers(group_port):
-    """Return a module that FSDP2 has sharded over one worker, and its plain values."""
-    store = dist.TCPStore("127.0.0.1", group_port, 1, is_master=True)
+def look_into_sharded_layers():
+    # a process of its own: torch keeps the sockets of a group as long as its mesh
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = TwoLayers()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
     internals.fully_shard_all([model.first, model], mesh, keep="forward")
-    return model, values
+    # a unit may be called before the root, and nothing is reduced
+    model.first(torch.ones(1, 3)).sum().backward()
+    assert model.first.weight.grad is None
+    assert model in internals.SHARDED
+    kind, hooks = type(model), len(model._forward_pre_hooks)
+    with internals.without_fsdp(model):
+        assert type(model) is TwoLayers
+        assert not model._forward_pre_hooks
+        assert not model._state_dict_pre_hooks
+        assert not any("composable" in str(name) for name in vars(model))
+    assert type(model) is kind
+    assert len(model._forward_pre_hooks) == hooks
+    assert torch.equal(model.first.weight.full_tensor(), values["first.weight"])
 
 
 @pytest.mark.skipif(not internals.can_shard_fully(), reason="needs PyTorch 2.9")
 def test_fsdp_is_hidden_in_a_block():
-    model, values = sharded_layers(free_port())
-    try:
-        # a unit may be called before the root, and nothing is reduced
-        model.first(torch.ones(1, 3)).sum().backward()
-        assert model.first.weight.grad is None
-        assert model in internals.SHARDED
-        kind, hooks = type(model), len(model._forward_pre_hooks)
-        with internals.without_fsdp(model):
-            assert type(model) is TwoLayers
-            assert not model._forward_pre_hooks
-            assert not model._state_dict_pre_hooks
-            assert not any("composable" in str(name) for name in vars(model))
-        assert type(model) is kind
-        assert len(model._forward_pre_hooks) == hooks
-        whole = model.first.weight.full_tensor()
-        assert torch.equal(whole, values["first.weight"])
-    finally:
-        dist.destroy_process_group()
+    run_workers(look_into_sharded_layers, 1)
 
 
 def test_an_object_gets_another_class():

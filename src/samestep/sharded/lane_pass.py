@@ -75,7 +75,9 @@ class StreamedSums(Overlap):
                 unit.close_lane()
 
     def _serve(self) -> None:
-        if self._world.size == 1:
+        if self._world.size == 1:  # a lane of zeros has its place in the tree, too
+            for unit in self._units:
+                unit.add_lane()
             return
         if not self._order:
             raise LossError(UNKNOWN_ORDER.format(self._world.rank))

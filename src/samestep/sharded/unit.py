@@ -151,6 +151,8 @@ class Unit:
 
         A parameter that a lane did not use has zeros.
         """
+        if not self.parts:
+            return
         rank, workers, senders = self._world.rank, self._world.size, self._trace.senders
         gradients = self._take() if rank < senders else [[] for _ in range(workers)]
         own, what = self._sizes[rank], f"adding up the gradients of unit {self.name!r}"
