@@ -163,7 +163,7 @@ def on_hosts(host_size, is_sharded, across, exchange_dtype):
     ("workers", "host_size", "across", "exchange_dtype"),
     [
         (2, 1, "host", None),
-        (4, 2, "world", "bfloat16"),
+        pytest.param(4, 2, "world", "bfloat16", marks=long),
         pytest.param(2, 1, "world", None, marks=long),
         pytest.param(4, 2, "world", None, marks=long),
         pytest.param(4, 2, "host", None, marks=long),

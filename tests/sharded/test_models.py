@@ -35,7 +35,7 @@ def test_all_jobs_have_the_bits_of_replicated_parameters(workers, replicated):
     assert run_workers(digests, workers, None, FULL) == [replicated] * workers
 
 
-@pytest.mark.parametrize("keep", ["lane", "step"])
+@pytest.mark.parametrize("keep", [pytest.param("lane", marks=pytest.mark.long), "step"])
 def test_units_may_be_kept(keep, replicated):
     shard = {**FULL, "keep": keep}
     assert run_workers(digests, 3, SOME, shard) == [of(replicated, SOME)] * 3
@@ -58,7 +58,7 @@ def test_any_number_of_workers_has_the_same_bits(workers, replicated):
         (1, 1, {}),
         (7, 3, {}),
         (8, 2, {"precision": "bfloat16"}),
-        (8, 2, {"exchange_dtype": "bfloat16"}),
+        pytest.param(8, 2, {"exchange_dtype": "bfloat16"}, marks=pytest.mark.long),
     ],
     ids=["one lane", "seven lanes", "bfloat16", "gradients in bfloat16"],
 )
@@ -89,7 +89,12 @@ def trained(folder, shard, steps, stop_after=None):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(({}, 2), (FULL, 3)), ((FULL, 3), (FULL, 2)), ((FULL, 2), ({}, 1)), ((FULL, 1), (FULL, 2))],
+    [
+        (({}, 2), (FULL, 3)),
+        ((FULL, 3), (FULL, 2)),
+        pytest.param((FULL, 2), ({}, 1), marks=pytest.mark.long),
+        pytest.param((FULL, 1), (FULL, 2), marks=pytest.mark.long),
+    ],
     ids=["replicated to sharded", "three to two", "sharded to replicated", "one to two"],
 )
 def test_snapshots_are_those_of_any_way(tmp_path, before, after):
