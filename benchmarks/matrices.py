@@ -1,10 +1,10 @@
-"""Muon: each matrix updated by one of two workers, or by both, in samestep and in DDP.
+"""A decoder with Muon or AdamW: updates divided between two workers, or made by both.
 
-usage: python -m benchmarks.matrices [--rounds 5]
+usage: python -m benchmarks.matrices [--rounds 5] [--optimizer muon] [--width 128] [--layers 2]
 
-The job is a small decoder, whose embeddings, biases and norms AdamW updates. Runs take turns, and
-every ratio compares runs of one round. State is that of both optimizers in one worker. Muon:
-https://kellerjordan.github.io/posts/muon/
+With Muon, AdamW updates embeddings, biases and norms. Peers are DDP, with AdamW also ZeRO-1, which
+are fused. Runs take turns, and every ratio compares runs of one round. State is that of all
+optimizers in one worker. Muon: https://kellerjordan.github.io/posts/muon/
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CONTENDERS: Final = {
     "samestep": samestep(WORKERS, "benchmarks.matrices", "--train", "samestep"),
     "samestep, not sharded": samestep(WORKERS, "benchmarks.matrices", "--train", "replicated"),
     "DDP": torchrun(WORKERS, "benchmarks.matrices", "--train", "ddp"),
+    "DDP, ZeRO-1": torchrun(WORKERS, "benchmarks.matrices", "--train", "zero1"),  # AdamW only
 }
 UNITS: Final = {
     "samples_a_second": "samples/s",
@@ -79,15 +80,15 @@ def build(width: int = 128, layers: int = 2, length: int = LENGTH) -> Parts:
     return Parts(model, TensorDataset(tokens), loss_fn)
 
 
-JOB: Final = Job("a decoder of 2 layers, 0.5 M parameters", BATCH_SIZE, steps=10, build=build)
-
-
-def optimizers_of(model: Decoder) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Return Muon for the matrices of the blocks, and AdamW for all other parameters."""
+def optimizers_of(model: Decoder, kind: str) -> dict[str, torch.optim.Optimizer]:
+    """Return AdamW, or Muon for the matrices of the blocks and AdamW for all other parameters."""
+    if kind == "adamw":
+        return {"adamw": torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)}
     matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
     ids = {*map(id, matrices)}
     others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)
+    adamw = torch.optim.AdamW(others, lr=1e-3, fused=True)
+    return {"muon": torch.optim.Muon(matrices, lr=0.02), "adamw": adamw}
 
 
 def megabytes(states: Iterable[Mapping[Any, Mapping[str, Any]]]) -> float:
@@ -96,32 +97,39 @@ def megabytes(states: Iterable[Mapping[Any, Mapping[str, Any]]]) -> float:
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) / 1e6
 
 
-def train_with_samestep(job: Job, *, is_sharded: bool) -> dict[str, float]:
+def train_with_samestep(job: Job, kind: str, *, is_sharded: bool) -> dict[str, float]:
     """Train, and return figures of this worker."""
     with ss.init() as run:  # one lane per worker
         model, dataset, job_loss = job.build()
         model = run.replicate(model)
-        optimizers = optimizers_of(model)
+        optimizers = optimizers_of(model, kind)
         if is_sharded:
-            optimizers = run.shard(optimizers[0]), run.shard(optimizers[1])
-        run.track(model=model, muon=optimizers[0], adamw=optimizers[1])
+            optimizers = {name: run.shard(each) for name, each in optimizers.items()}
+        run.track(model=model, **optimizers)
         watch = Stopwatch(job)
         for batch in run.batches(dataset, job.batch_size, steps=watch.steps):
             means = run.backward(job_loss, model, batch)
-            for optimizer in optimizers:
+            for optimizer in optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
             watch.step(means["loss"])
         shards = run._lanes.shards  # noqa: SLF001  a script cannot read this state
-        states = [each.contents.state for each in shards] or [each.state for each in optimizers]
+        states = [each.contents.state for each in shards]
+        states = states or [each.state for each in optimizers.values()]
         return {**watch.figures(), "state_megabytes": megabytes(states)}
 
 
-def train_with_ddp(job: Job) -> dict[str, float]:
+def train_with_ddp(job: Job, kind: str, *, has_zero: bool) -> dict[str, float]:
     """Train, and return figures of this worker."""
     dist.init_process_group("gloo")
     replica, dataset, job_loss = job.build()
-    optimizers = optimizers_of(replica)
+    optimizers = [*optimizers_of(replica, kind).values()]
+    if has_zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+
+        options: dict[str, Any] = {"lr": 1e-3, "fused": True}
+        zero = ZeroRedundancyOptimizer(replica.parameters(), torch.optim.AdamW, **options)
+        optimizers = [zero]
     model = DistributedDataParallel(replica, gradient_as_bucket_view=True)
     keep(model)
     sampler = DistributedSampler(dataset)
@@ -137,16 +145,23 @@ def train_with_ddp(job: Job) -> dict[str, float]:
                 optimizer.zero_grad()
             if watch.step(loss):
                 break
-    measured = {**watch.figures(), "state_megabytes": megabytes(o.state for o in optimizers)}
+    measured = {**watch.figures(), "state_megabytes": megabytes(map(state_of, optimizers))}
     means = over_workers(measured)
     dist.destroy_process_group()
     return means
 
 
+def state_of(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
+    """Return the state in this worker."""
+    state: Mapping[Any, Mapping[str, Any]] = getattr(optimizer, "optim", optimizer).state
+    return state
+
+
 TRAINERS: Final = {
     "samestep": partial(train_with_samestep, is_sharded=True),
     "replicated": partial(train_with_samestep, is_sharded=False),
-    "ddp": train_with_ddp,
+    "ddp": partial(train_with_ddp, has_zero=False),
+    "zero1": partial(train_with_ddp, has_zero=True),
 }
 
 
@@ -155,14 +170,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: 5)")
     parser.add_argument("--train", choices=TRAINERS, help="train as a worker of this contender")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--width", type=int, default=128, help="of the decoder (default: 128)")
+    parser.add_argument("--layers", type=int, default=2, help="of the decoder (default: 2)")
     options = parser.parse_args()
+    size = f"{options.layers} layers of width {options.width}"
+    make = partial(build, options.width, options.layers)
+    job = Job(f"a decoder of {size}", BATCH_SIZE, steps=10, build=make)
     if options.train:
-        measured = TRAINERS[options.train](JOB)
+        measured = TRAINERS[options.train](job, options.optimizer)
         print(" ".join(f"{name}={value}" for name, value in measured.items()), flush=True)
         return
-    contenders = {name: partial(figures, command) for name, command in CONTENDERS.items()}
+    more = [f"--{name}={getattr(options, name)}" for name in ("optimizer", "width", "layers")]
+    contenders = {
+        name: partial(figures, [*command, *more])
+        for name, command in CONTENDERS.items()
+        if options.optimizer == "adamw" or name != "DDP, ZeRO-1"
+    }
     measurements = in_turn(contenders, options.rounds)
-    print(f"{JOB.title}, {WORKERS} workers, Muon and AdamW, {options.rounds} rounds")
+    print(f"{job.title}, {WORKERS} workers, {options.optimizer}, {options.rounds} rounds")
     peers = measurements["DDP"]
     for name, runs in measurements.items():
         for figure, unit in UNITS.items():
