@@ -98,6 +98,11 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor._version for tensor in tensors]  # noqa: SLF001
 
 
+def versions_and_addresses(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return how often each tensor was changed in place, and where its memory begins."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]  # noqa: SLF001
+
+
 def without_storage(kind: type[Subclass], like: Tensor) -> Subclass:
     """Return a tensor of a subclass with the shape, dtype and device of `like`.
 

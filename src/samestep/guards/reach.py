@@ -29,7 +29,7 @@ from torch.nn import Module, Parameter
 from samestep.data.search import NAMESPACES, Found, Reference, Search, is_metric, own_dict
 from samestep.step.hashing import hashes_of
 from samestep.step.lane_pass import LanePass, StepPlugin
-from samestep.torch_internals import MODULE_ATTRIBUTES, MODULE_DICTS, versions_of
+from samestep.torch_internals import MODULE_ATTRIBUTES, MODULE_DICTS, versions_and_addresses
 from samestep.user_code import is_installed
 
 WATCHED_CALLS: Final = 3  # a worker with one lane sets a state, replaces it, and then reads it
@@ -117,7 +117,7 @@ class Marks(NamedTuple):
     tensors: list[Tensor]
     hashed: list[Tensor]  # those whose bits are compared in this call
     others: list[tuple[Reference, Any]]  # those that are no parameters, and arrays
-    values: list[list[int]]  # versions and addresses of the tensors, hashes of the hashed ones
+    values: list[list[Any]]  # versions and addresses of the tensors, hashes of the hashed ones
     arrays: list[Any]  # those whose bits are compared in this call
     hashes: list[int]  # of the arrays
 
@@ -267,7 +267,7 @@ class Reach(StepPlugin):
         changed = {
             id(tensor)
             for tensors, before, after in zip(
-                (marks.tensors, marks.tensors, marks.hashed), marks.values, values, strict=True
+                (marks.tensors, marks.hashed), marks.values, values, strict=True
             )
             for tensor, old, new in zip(tensors, before, after, strict=True)
             if old != new
@@ -426,6 +426,6 @@ def _hash_of(array: Any) -> int:
     return crc32(array.tobytes())
 
 
-def _values(tensors: Sequence[Tensor], hashed: Sequence[Tensor]) -> list[list[int]]:
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    return [versions_of(tensors), addresses, hashes_of(hashed) if hashed else []]
+def _values(tensors: Sequence[Tensor], hashed: Sequence[Tensor]) -> list[list[Any]]:
+    # one pass over the tensors, which backward has pushed out of the cache
+    return [versions_and_addresses(tensors), hashes_of(hashed) if hashed else []]
