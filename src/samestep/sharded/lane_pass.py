@@ -154,17 +154,9 @@ class ShardedPass(LanePass):
         with self.overlap.turn(lane // workers * workers, self.context.lanes):
             return (yield from super()._run_lane(lane, replica))
 
-    def _differentiate(
-        self,
-        lane: int,
-        roots: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
-        parameters: Parameters,
-        *,
-        retain_graph: bool = False,
-    ) -> Gradients:
+    def _differentiate(self, *args: Any, **options: Any) -> Gradients:
         self.overlap.trace.begin_backward()
-        return super()._differentiate(lane, roots, weights, parameters, retain_graph=retain_graph)
+        return super()._differentiate(*args, **options)
 
     def report(self, own_gradients: Sequence[Gradients]) -> dict[str, Any]:
         report, used = super().report(own_gradients), self.overlap.used_parameters()

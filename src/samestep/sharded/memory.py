@@ -17,6 +17,11 @@ BOX_BYTES: Final = 2 << 20  # of one worker
 PART_ALIGNMENT: Final = 512  # bytes
 
 
+def is_shared(world: World, device: torch.device) -> bool:
+    """Return whether all workers have the memory of one host."""
+    return world.size > 1 and len(world.hosts) == 1 and device.type == "cpu"
+
+
 class GatherMemory:
     """Memory for gathered units. On a single host, all workers put their rows into the same.
 
@@ -32,7 +37,7 @@ class GatherMemory:
     def allocate(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the parameters of all workers; all workers make the same calls."""
         elements = math.prod(size)
-        if self._world.size == 1 or len(self._world.hosts) > 1 or device.type != "cpu":
+        if not is_shared(self._world, device):
             return torch.empty(elements, dtype=dtype, device=device)
         nbytes = elements * dtype.itemsize
         if nbytes > self._nbytes:
@@ -59,11 +64,6 @@ class Boxes:
     def __init__(self, world: World) -> None:
         self._world, self._turn = world, 0
         self._boxes: list[Tensor] = []  # uint8 [2, workers, part] each, by rank
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether all workers have the memory of one host."""
-        return self._world.size > 1 and len(self._world.hosts) == 1
 
     def pieces(
         self,

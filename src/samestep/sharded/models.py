@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import Final, get_args
 
 import torch
 from torch import optim
@@ -24,7 +25,7 @@ from samestep.step.lane_engine import LaneEngine
 from samestep.step.overlap import Overlap
 from samestep.torch_internals import can_shard_fully
 
-KEEPS = ("forward", "lane", "step")
+KEEPS: Final = get_args(Keep)
 
 
 class ShardedModels:

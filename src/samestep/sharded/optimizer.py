@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, optim
-from torch.nn.functional import pad
 
 from samestep.comm.base import World
 from samestep.sharded.parts import Part
@@ -42,8 +41,6 @@ class Segments:
                 part.clear()
         self._cleared.clear()
 
-    complete = drop_cleared
-
     def gradients_of(self, ids: set[int]) -> list[Tensor]:
         """Return this worker's parts of the gradients of the parameters with these ids, 1-D."""
         return [
@@ -73,8 +70,7 @@ class Segments:
             first, last = -(-part.start // ALIGNMENT), -(-part.stop // ALIGNMENT)
             if gradient is not None and first < last:
                 values = gradient[first * ALIGNMENT - part.low : last * ALIGNMENT - part.low]
-                padding = (0, -len(values) % ALIGNMENT)
-                own[start + first : start + last] = row_squares(pad(values, padding))
+                own[start + first : start + last] = row_squares(values)
             start += count
         rows = own.new_empty(self._world.size, len(own))
         self._world.all_gather(rows.view(-1), own, "adding up the gradient norm")
@@ -85,8 +81,6 @@ class Segments:
 
 class ShardedOptimizer(DividedOptimizer):
     """What `Shard` is for replicated parameters: the optimizer gets segments of own rows."""
-
-    across = "world"
 
     def __init__(
         self,
@@ -108,7 +102,7 @@ class ShardedOptimizer(DividedOptimizer):
             for indices in self._group_indices
         ]
         contents.divide(segments, self)
-        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_pre_hook(lambda *_: self.settle())
         optimizer.register_step_post_hook(self._publish)
         contents.nest_hooks()
         contents.close()
@@ -120,21 +114,12 @@ class ShardedOptimizer(DividedOptimizer):
         """Drop gradients that user code has cleared."""
         self.flat_buffers[0].drop_cleared()
 
-    def _before_step(self, *_: object) -> None:
-        self.settle()
-
     def _publish(self, *_: object) -> None:
         for part in self._parts:
             part.publish()
             part.clear()
         self._free()
         self._world.barrier("updating parameters")
-
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is equal on all workers: the options of the parameter groups."""
-        groups = self.optimizer.param_groups
-        options = [{name: group[name] for name in group if name != "params"} for group in groups]
-        return {"param_groups": options}
 
     def counters_of_cut(self) -> dict[str, Any]:
         """Return the numbers in the state of each parameter of which this worker has a part."""

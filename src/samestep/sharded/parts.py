@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,9 +20,7 @@ def rows_of(shape: Sequence[int], workers: int) -> list[Elements]:
 
     Each has as many rows as the first, as long as there are some.
     """
-    rows, width = shape[0], 1
-    for size in shape[1:]:
-        width *= size
+    rows, width = shape[0], math.prod(shape[1:])
     chunk = -(-rows // workers)
     ends = [min(rank * chunk, rows) * width for rank in range(workers + 1)]
     return list(pairwise(ends))

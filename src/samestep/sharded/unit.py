@@ -13,7 +13,7 @@ from torch.nn import Module
 from samestep.comm.base import World
 from samestep.errors import LossError, ModelError
 from samestep.sharded.carry import Carry
-from samestep.sharded.memory import Boxes
+from samestep.sharded.memory import Boxes, is_shared
 from samestep.sharded.parts import Part
 from samestep.step.gradients import sum_dtype
 
@@ -156,7 +156,7 @@ class Unit:
         rank, workers, senders = self._world.rank, self._world.size, self._trace.senders
         gradients = self._take() if rank < senders else [[] for _ in range(workers)]
         own, what = self._sizes[rank], f"adding up the gradients of unit {self.name!r}"
-        if self._boxes.are_shared and self.device.type == "cpu":
+        if is_shared(self._world, self.device):
             pieces = self._boxes.pieces(self._sizes, gradients, senders, self._dtype, what)
             self._sums.add(own, pieces)
             return

@@ -153,7 +153,9 @@ def copy_gradients(views: Sequence[Tensor], gradients: Gradients) -> None:
 
 
 def row_squares(flat: Tensor) -> Tensor:
-    """Return the square of the norm of each row of 64 elements, float64."""
+    """Return the square of the norm of each row of 64 elements, float64; the last may be short."""
+    if short := len(flat) % ALIGNMENT:
+        flat = torch.nn.functional.pad(flat, (0, ALIGNMENT - short))
     dtype = torch.promote_types(flat.dtype, torch.float32)
     # [rows, 64] to one norm per row
     norms: Tensor = torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=dtype)

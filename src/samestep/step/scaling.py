@@ -87,8 +87,6 @@ def _rows(parameter: Parameter) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(-(-size // ALIGNMENT), dtype=torch.float64, device=parameter.device)
     values = flattened(parameter.grad)  # in storage order, as in flat storage
-    if size % ALIGNMENT:
-        values = torch.nn.functional.pad(values, (0, -size % ALIGNMENT))
     return row_squares(values)
 
 

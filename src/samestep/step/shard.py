@@ -74,6 +74,12 @@ class DividedOptimizer(DividedState):
     def settle(self) -> None:
         """Wait for gradients that still arrive, and drop those that user code has cleared."""
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is equal on all workers: the options of the parameter groups."""
+        groups = self.optimizer.param_groups
+        options = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return {"param_groups": options}
+
 
 class Shard(DividedOptimizer):
     """The flat buffers of a sharded optimizer.
@@ -205,12 +211,6 @@ class Shard(DividedOptimizer):
         if self._check is not None:
             check, self._check = self._check, None
             check()
-
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is equal on all workers: the options of the parameter groups."""
-        groups = self.optimizer.param_groups
-        options = [{name: group[name] for name in group if name != "params"} for group in groups]
-        return {"param_groups": options}
 
     def counters_of_cut(self) -> dict[str, Any]:
         """Return the numbers in the state of parameters of which other workers have a part."""
