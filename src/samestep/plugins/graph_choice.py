@@ -18,7 +18,7 @@ from torch import Tensor
 from samestep.config import Config
 from samestep.errors import ConfigError, LossError
 from samestep.plugins.lane_graph import LaneGraph, LaneWork, Unsuitable, specs_of
-from samestep.step.buffers import differs
+from samestep.step.buffer_writes import differs
 from samestep.torch_internals import has_compiled_graphs, recover_from_capture
 
 WARM_UP_CALLS: Final = 3  # of run.backward, in which torch and the model create what they keep

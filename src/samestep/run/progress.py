@@ -11,7 +11,6 @@ from weakref import ref
 import torch
 
 from samestep.config import Config
-from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
@@ -81,7 +80,6 @@ class Progress:
         times: StepTimes,
         plugins: Sequence[RunPlugin],
         *,
-        data_check: DataCheck,
         alerts: LossAlerts,
         resumed: Snapshot | None,
         lock: DirectoryLock | None,
@@ -94,7 +92,7 @@ class Progress:
         self._in_memory = in_memory if in_memory.has_launcher else None
         self._stop, self._lanes, self.times = stop, lanes, times
         self._plugins = RunPlugins([times, *plugins])
-        self._data_check, self.alerts = data_check, alerts
+        self.alerts = alerts
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
         state: Mapping[str, Any] = {} if resumed is None else resumed.state["run"]
         self.loops = LoopStates(resumed)
@@ -357,16 +355,10 @@ class Progress:
             "copy_due": self._in_memory is not None and self._in_memory.time_is_up(),
             "writing": self._snapshots.is_writing,
             "plugins": self._plugins.note(),
-            "data": self._data_check.pending,
         }
 
     def receive(self, notes: list[dict[str, Any]]) -> None:
-        """Decide by rank 0's clock and the first signal in all workers' notes.
-
-        Raises `DataError` if the workers' data differ.
-        """
-        if any(note["data"] for note in notes):
-            self._data_check.compare_notes([note["data"] for note in notes])
+        """Decide by rank 0's clock and the first signal in all workers' notes."""
         # A signal may have reached one worker only, or others later: all stop for the first one.
         signal = next((note["signal"] for note in notes if note["signal"]), 0)
         writing = any(note["writing"] for note in notes)

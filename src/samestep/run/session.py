@@ -30,6 +30,7 @@ from samestep.handoff import ATTEMPT, LauncherState
 from samestep.host import keep_freed_memory, release_freed_memory
 from samestep.masking import mask_urls
 from samestep.plugin import RunPlugin
+from samestep.plugins.data_agreement import DataAgreement
 from samestep.plugins.divergence import DivergenceCheck, LaneObserver
 from samestep.plugins.graph_choice import LaneGraphs
 from samestep.plugins.graphed_pass import graphed
@@ -226,7 +227,8 @@ class Session:
             line = open_line(self._process, config.stop_after, self._exits.callback)
         plugins: list[RunPlugin] = [] if line is None else [line]
         if world.size > 1:
-            plugins[:0] = [self.divergence, RandomPositions(self.devices)]
+            agreement = DataAgreement(self.data_check)
+            plugins[:0] = [agreement, self.divergence, RandomPositions(self.devices)]
         self.restored = None
         if resumed is not None and not config.read_only and not is_observed():
             self.restored = RestoredCheck(resumed.step, self._warn)
@@ -250,7 +252,6 @@ class Session:
                 *([] if line is None else [line.evaluating]),
             ),
             plugins,
-            data_check=self.data_check,
             alerts=LossAlerts(
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,12 +32,12 @@ from samestep.step.buffer_rules import (
     set_scale,
 )
 from samestep.step.buffer_sums import BufferSums
+from samestep.step.buffer_writes import GpuWrites, HostWrites
 from samestep.step.layout import Assignment
 from samestep.step.replicas import Replicas
 from samestep.torch_internals import buffers_in, foreach_copy_
 
 Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # begins to copy from GPUs to the host
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class Buffers:
@@ -56,10 +54,12 @@ class Buffers:
         self._sums = BufferSums(world, assignment, self.homes, self._start)
         self._kinds: list[Any] = []  # their shapes and dtypes
         self._written: dict[int, dict[int, Tensor]] = {}  # values by lane and number of the buffer
-        self._groups: dict[tuple[int, torch.device], list[_Group]] = {}
+        self._writes = [
+            (HostWrites if device.type == "cpu" else GpuWrites)(starts)
+            for device, starts in self._starts
+        ]
         # what forward of each lane wrote on a GPU: some buffers, and 0 for those not written
         self._flags: list[tuple[int, list[int], Tensor]] = []  # on the host
-        self._by_forward: list[Tensor] = []  # of the current lane, by group
         self._is_in_step = False
         self._before: list[list[Tensor]] = []  # start values, if this step has begun a second time
         self._steps = 0  # since a module was added
@@ -105,7 +105,8 @@ class Buffers:
             new: self._scales[number] for new, number in enumerate(kept) if number in self._scales
         }
         self._kinds = _kinds(self._current())
-        self._groups.clear()
+        for writes in self._writes:
+            writes.forget_groups()
 
     def places(self) -> dict[tuple[int, Any], Any]:
         """Return the buffers by the id of the registry that holds them, and their name there."""
@@ -113,7 +114,7 @@ class Buffers:
 
     def begin_step(self) -> None:
         """Save each device's current values, from which all of its lanes start."""
-        self._written, self._flags, self._by_forward = {}, [], []
+        self._written, self._flags = {}, []
         # the loss of a whole batch may have changed buffers since the step has begun
         self._before = [
             [*map(torch.clone, starts)] for _, starts in self._starts * self._is_in_step
@@ -144,16 +145,14 @@ class Buffers:
 
     def changed_by_forward(self, device: int) -> list[Tensor]:
         """Return how much forward wrote on device number `device`: int64 [buffers] per group."""
-        starts, groups = self._starts[device][1], self._groups_on(device)
-        if not groups:
-            return []
-        current = self._unresized(starts)
-        return [group.changed(group.joined(starts), group.joined(current)) for group in groups]
+        starts, writes = self._starts[device][1], self._writes[device]
+        return writes.changed_by_forward(self._unresized(starts)) if writes.groups else []
 
     def note_changes(self, lane: int, device: int, changes: Sequence[Tensor], copy: Copy) -> None:
         """Note a lane's result of `changed_by_forward`, which a graph may have computed."""
-        self._by_forward = list(changes)
-        for group, flags in zip(self._groups_on(device), copy(changes), strict=True):
+        writes = self._writes[device]
+        writes.end_forward(changes)
+        for group, flags in zip(writes.groups, copy(changes), strict=True):
             self._flags.append((lane, group.numbers, flags))
 
     def rewind(self, device: int, lane: int) -> None:
@@ -167,34 +166,10 @@ class Buffers:
         return [(home.path, home.registry[home.name].detach()) for home in self.homes]
 
     def end_lane(self, lane: int, device: int = 0) -> None:
-        """Save the values that a lane wrote on device number `device`; restore the start values.
-
-        Bits are compared, because BatchNorm's kernels do not increase the tensor's version.
-        A GPU compares by itself.
-        """
-        written = self._written[lane] = {}
-        where, starts = self._starts[device]
-        if not starts:
-            return
-        current = self._unresized(starts)
-        if where.type == "cpu":  # the host compares now, and copies only what differs
-            are_same = map(_same_bits, starts, current)
-            own = [number for number, is_same in enumerate(are_same) if not is_same]
-            written.update({number: current[number].clone() for number in own})
-            if own:
-                foreach_copy_([current[n] for n in own], [starts[n] for n in own])
-        else:  # keeps all, because the host does not know yet; `written` drops the others
-            for n, group in enumerate(self._groups_on(device)):
-                after = group.joined(current)  # 1-D, a copy of all buffers of one dtype
-                if self._by_forward:
-                    changed = group.changed(group.joined(starts), after)
-                    # int64 [buffers]; what forward wrote as well is not late
-                    group.late.add_(changed * (self._by_forward[n] == 0))
-                parts = after.split(group.sizes)
-                for number, part in zip(group.numbers, parts, strict=True):
-                    written[number] = part.view(starts[number].shape)
-            foreach_copy_(current, starts)
-            self._by_forward = []
+        """Save the values that a lane wrote on device number `device`; restore the start values."""
+        starts = self._starts[device][1]
+        current = self._unresized(starts) if starts else []
+        self._written[lane] = self._writes[device].end_lane(current) if starts else {}
 
     def left_by(self, lane: int) -> dict[str, Tensor]:
         """Return the values that a lane left, by name; on GPUs, also of buffers not written."""
@@ -237,15 +212,13 @@ class Buffers:
         Lanes wrote different values to a buffer without a rule, or backward alone wrote one.
         """
         self._check_differing()
-        for group in self._all_groups():
-            for number, late in zip(group.numbers, group.late.tolist(), strict=True):
-                if late:
-                    raise ModelError(
-                        f"the buffer {self.homes[number].path!r} was written during backward, but"
-                        " not during forward; its new values are lost, because workers agree on"
-                        " buffers before a GPU has completed backward. Change it in forward, or in"
-                        " the body of the loop, after optimizer.step()"
-                    )
+        if late := [number for writes in self._writes for number in writes.late()]:
+            raise ModelError(
+                f"the buffer {self.homes[late[0]].path!r} was written during backward, but"
+                " not during forward; its new values are lost, because workers agree on"
+                " buffers before a GPU has completed backward. Change it in forward, or in"
+                " the body of the loop, after optimizer.step()"
+            )
 
     def _check_differing(self) -> None:
         differing, self._differing = self._differing, {}
@@ -302,19 +275,6 @@ class Buffers:
     def _detached(self) -> list[Tensor]:
         return [buffer.detach() for buffer in self._current()]
 
-    def _groups_on(self, device: int) -> list[_Group]:
-        """Return the groups of all buffers on a device, none on a CPU."""
-        where, starts = self._starts[device]
-        if where.type == "cpu" or not starts:
-            return []
-        key = len(starts), where
-        if key not in self._groups:
-            self._groups[key] = _groups_of(starts)
-        return self._groups[key]
-
-    def _all_groups(self) -> list[_Group]:
-        return [group for groups in self._groups.values() for group in groups]
-
 
 def _kinds(tensors: Iterable[Tensor | None]) -> list[Any]:
     return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
@@ -332,43 +292,6 @@ def _differ(home: Home, start: Tensor) -> ModelError:
     )
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The buffers of one dtype on one GPU, compared together. `bounds` has their ends in words.
-
-    `late` counts, for each buffer, changes by backward that forward had not made.
-    """
-
-    numbers: list[int]
-    sizes: list[int]
-    words: torch.dtype  # integers, of which an element has one or two
-    bounds: Tensor  # int64 [buffers + 1]
-    late: Tensor  # int64 [buffers]
-
-    def joined(self, buffers: Sequence[Tensor]) -> Tensor:
-        return torch.cat([buffers[number].reshape(-1) for number in self.numbers])
-
-    def changed(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return how many words of each buffer differ, int64 [buffers]."""
-        differ = before.view(self.words) != after.view(self.words)
-        # sums up to each word, from 0, at the bounds: [buffers + 1], and their differences
-        totals = torch.nn.functional.pad(differ.cumsum(0), (1, 0)).index_select(0, self.bounds)
-        return totals.diff()
-
-
-def _groups_of(buffers: Sequence[Tensor]) -> list[_Group]:
-    groups = []
-    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-        numbers = [number for number, buffer in enumerate(buffers) if buffer.dtype == dtype]
-        sizes = [buffers[number].numel() for number in numbers]
-        words = INTEGERS[min(dtype.itemsize, 8)]
-        per_element = dtype.itemsize // words.itemsize
-        bounds = list(accumulate((size * per_element for size in sizes), initial=0))
-        ends = torch.tensor(bounds, device=buffers[0].device)
-        groups.append(_Group(numbers, sizes, words, ends, torch.zeros_like(ends[1:])))
-    return groups
-
-
 def _fetched(values: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
     """Return tensors of another device, by number, on `device`; each dtype takes one copy."""
     fetched: dict[int, Tensor] = {}
@@ -382,20 +305,3 @@ def _fetched(values: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
         )
         fetched.update(zip(same_dtype, shaped, strict=True))
     return fetched
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Compare as integers: a NaN equals itself, and 0.0 differs from -0.0."""
-    size = left.element_size()
-    if size > 8:  # two words each, in the last dim
-        left, right, size = left.reshape(-1), right.reshape(-1), 8
-    return torch.equal(left.view(INTEGERS[size]), right.view(INTEGERS[size]))
-
-
-def differs(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether any bit differs, as a tensor, to avoid waiting for a GPU."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return torch.full((), fill_value=True, device=left.device)
-    words = INTEGERS[min(left.element_size(), 8)]  # complex128 is two words per element
-    right = right.to(left.device)
-    return (left.reshape(-1).view(words) != right.reshape(-1).view(words)).any()

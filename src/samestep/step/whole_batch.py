@@ -26,7 +26,7 @@ from samestep.data.batch import Batch
 from samestep.data.lane_loop import LaneBatch, LaneSteps, in_turn
 from samestep.data.random_state import generators_restored, key, keyed
 from samestep.errors import LossError, OutOfMemoryError
-from samestep.step.buffers import differs
+from samestep.step.buffer_writes import differs
 from samestep.step.gradients import Gradients
 from samestep.step.guards import is_out_of_memory
 from samestep.step.lane_pass import LanePass, LossFn
