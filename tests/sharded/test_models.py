@@ -29,7 +29,7 @@ def of(results, names):
     return {name: results[name] for name in names}
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_all_jobs_have_the_bits_of_replicated_parameters(workers, replicated):
     assert len(replicated) == len(JOBS)
     assert run_workers(digests, workers, None, FULL) == [replicated] * workers

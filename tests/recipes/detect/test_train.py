@@ -102,6 +102,7 @@ def test_nor_does_it_with_sharded_sgd_bfloat16_loader_processes_and_sizes_that_a
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_nor_do_several_devices_of_one_worker(trained, digits, tmp_path):
     assert train(1, tmp_path, digits, SAMESTEP_DEVICES="cpu,cpu") == trained[1]
 

@@ -53,6 +53,8 @@ def test_histograms_are_drawn_by_name_and_step(run, page):
     assert "histogram=" in page.run("return location.hash")
 
 
+@pytest.mark.long
+@pytest.mark.long
 def test_points_that_come_and_go_are_drawn_without_a_reload(run, page):
     append(run, *losses(*range(10)))
     page.open(run.name).points("loss", 10)
@@ -139,6 +141,7 @@ def test_an_unreadable_location_is_reported_until_it_is_readable(run, page, plac
     assert page.points("loss", 2) == 2
 
 
+@pytest.mark.long
 @pytest.mark.long
 def test_keyboard_control(run, page, names, place):
     other = place / next(names)

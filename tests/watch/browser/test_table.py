@@ -193,6 +193,7 @@ def test_a_setting_and_a_score_of_the_same_name_are_two_columns(run, place, page
     assert {"setting rate", "setting step"} < set(page.run(offered))
 
 
+@pytest.mark.long
 def test_a_filter_by_a_setting_compares_its_whole_value_and_a_click_opens_a_row(
     run, place, page, names
 ):
