@@ -285,6 +285,8 @@ class RunState:
             before, self.sinks[name] = self.sinks.get(name, {}), event
             # a change of `behind_bytes` alone is not news
             return any(before.get(field) != event.get(field) for field in ("error", "dropped"))
+        if kind == "state":
+            return False  # of a snapshot, which is there
         if kind == "loop":
             before, self.loop, self.loop_pace = self.loop or {}, event, None
             self.loops.add(str(event.get("name")))
