@@ -124,7 +124,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
             loops.append({name: event.get(name) for name in OF_LOOP})
     if not starts:
         raise RecordError(f"{directory} has no record of a run")
-    orders = sorted((directory / "record").glob("order-*.npy"))
+    orders = sorted((directory / "record").glob("order-*.bin"))
     return {
         "format": FORMAT,
         "samestep": samestep_version(),
