@@ -36,6 +36,10 @@ COMMANDS: Final = {
     ),
     "replay": Command("samestep.tools.replay", "repeat a step of a run and show each lane"),
     "compare": Command("samestep.tools.compare", "find the first step at which two runs differ"),
+    "which": Command("samestep.tools.which", "print which steps of a run have used a sample"),
+    "receipt": Command(
+        "samestep.tools.receipt", "write and check a file that says what a run was", NOTHING_LEFT
+    ),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "scale": Command(
