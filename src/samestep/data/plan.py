@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from samestep.data.random_state import Permutation, key
 from samestep.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
+NONE: Final[Indices] = np.empty(0, dtype=np.int64)
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
 
 
@@ -53,14 +54,52 @@ class Plan(ABC):
         """Steps that use all samples of an epoch."""
 
     @abstractmethod
-    def counts(self, epoch: int, step: int) -> list[int]:
-        """Return the number of samples of each lane; `step` counts within the epoch."""
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
+        """Return what `counts` does, with the samples that are left out."""
 
     @abstractmethod
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
-        """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
+        """Return what `indices` does, with the samples that are left out."""
 
     varies = False  # from step to step, by functions of the user
+    excluded = NONE  # sorted indices of samples that are left out
+
+    def exclude(self, indices: Indices) -> None:
+        """Leave out samples, by their sorted indices; all others stay in their steps and lanes.
+
+        Raises `DataError` if no step of the first epoch has any other.
+        """
+        self.excluded = indices
+        steps = range(self.steps_per_epoch)
+        if len(indices) and not any(any(self.counts(0, step)) for step in steps):
+            raise DataError(
+                f"exclude leaves out all samples that an epoch uses, {self.samples} in"
+                f" {self.steps_per_epoch} steps; leave out fewer"
+            )
+
+    def counts(self, epoch: int, step: int) -> list[int]:
+        """Return the number of samples of each lane; `step` counts within the epoch."""
+        planned = self.planned_counts(epoch, step)
+        if not len(self.excluded):
+            return planned
+        lanes = enumerate(planned)
+        return [len(self.indices(epoch, step, lane)) if count else 0 for lane, count in lanes]
+
+    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+        """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
+        planned = self.planned(epoch, step, lane)
+        return planned[~are_in(planned, self.excluded)] if len(self.excluded) else planned
+
+    def first_step_with(self, samples: Indices, epoch: int, stop: int) -> int | None:
+        """Return the first of the steps before `stop` of an epoch in whose batch a sample is.
+
+        The samples are sorted, and may be left out; None if no batch has any of them.
+        """
+        lanes = ((step, lane) for step in range(stop) for lane in range(self.lanes))
+        uses = (
+            step for step, lane in lanes if are_in(self.planned(epoch, step, lane), samples).any()
+        )
+        return next(uses, None) if len(samples) else None
 
     def compared(self, epoch: int, step: int) -> dict[str, int | bool | str]:
         """Return the values in which workers must agree, at a step of an epoch."""
@@ -78,7 +117,10 @@ class Plan(ABC):
         """Return the values that identify the plan of an epoch."""
         options = asdict(self)
         del options["size"]
-        return {"samples": self.samples, **options}
+        return {"samples": self.samples, **options, **self._describe_excluded()}
+
+    def _describe_excluded(self) -> dict[str, str]:
+        return {"exclude": array_digest(self.excluded)} if len(self.excluded) else {}
 
 
 @dataclass(kw_only=True)
@@ -105,11 +147,11 @@ class ShuffledPlan(Plan):
         rounded = self.samples if self.drop_last else self.samples + self.batch_size - 1
         return rounded // self.batch_size
 
-    def counts(self, epoch: int, step: int) -> list[int]:
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
         left = self.samples - step * self.batch_size
         return self._full_counts.copy() if left >= self.batch_size else dealt(left, self.lanes)
 
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
         first = step * self.batch_size
         batch = min(self.batch_size, self.samples - first)
         start, stop = first + lane * batch // self.lanes, first + (lane + 1) * batch // self.lanes
@@ -143,13 +185,13 @@ class ChunkedPlan(Plan):
     def steps_per_epoch(self) -> int:
         return -(-int(self._first_chunk[-1]) // self._chunks_per_step)
 
-    def counts(self, epoch: int, step: int) -> list[int]:
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
         groups, starts = self._chunks(epoch, step)
         sizes = np.minimum(self._sizes[groups] - starts, self._chunk[groups])
         counts: list[int] = sizes.tolist()
         return counts + [0] * (self.lanes - len(counts))
 
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
         groups, starts = self._chunks(epoch, step)
         if lane >= len(groups):
             return np.empty(0, dtype=np.int64)
@@ -236,6 +278,13 @@ def checked_array(values: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
         shape = f" of {array.dtype} {list(array.shape)}" if array.ndim else ""
         raise DataError(f"{expected}, got {type(values).__name__}{shape}")
     return array
+
+
+def are_in(indices: Indices, wanted: Indices) -> NDArray[np.bool_]:
+    """Return which indices are among the `wanted` ones, at least one, which are sorted."""
+    places = np.searchsorted(wanted, indices).clip(max=len(wanted) - 1)
+    found: NDArray[np.bool_] = wanted[places] == indices
+    return found
 
 
 def array_digest(array: NDArray[Any]) -> str:

@@ -13,6 +13,7 @@ import torch
 from samestep.config import Config
 from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch
+from samestep.data.exclude import Exclusion
 from samestep.data.generators import is_observed
 from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, SnapshotError
@@ -84,6 +85,7 @@ class Progress:
         data_check: DataCheck,
         alerts: LossAlerts,
         resumed: Snapshot | None,
+        exclusion: Exclusion,
         lock: DirectoryLock | None,
         on_end: Callable[[], object],
     ) -> None:
@@ -97,7 +99,7 @@ class Progress:
         self._data_check, self.alerts = data_check, alerts
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
         state: Mapping[str, Any] = {} if resumed is None else resumed.state["run"]
-        self.loops = LoopStates(resumed)
+        self.loops = LoopStates(resumed, exclusion)
         self.step = self._first_step = state.get("step", 0)
         self.epoch: int = state.get("epoch", 0)
         self._loop = ""  # the name of the last loop that had a step or ended

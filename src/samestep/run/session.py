@@ -22,6 +22,7 @@ from samestep.comm.connect import connect, end_group
 from samestep.comm.rendezvous import locate
 from samestep.config import Config
 from samestep.data.agreement import DataCheck
+from samestep.data.exclude import Exclusion
 from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
 from samestep.errors import RecordError, SamestepError
@@ -55,7 +56,7 @@ from samestep.run.environment import (
 )
 from samestep.run.process import StopRequest, SystemSampler, announce, gpu_names, set_up_devices
 from samestep.run.progress import Progress
-from samestep.run.start import SharedDirectory, Start
+from samestep.run.start import SharedDirectory, Start, read_exclusion
 from samestep.run.step_times import StepTimes
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
@@ -133,7 +134,9 @@ class Session:
         # Before the lane engine, because a resumed run has the lanes of its snapshot. The state
         # waits in memory until the script tracks the objects that it belongs to.
         resumed = self.start.find_snapshot(in_memory)
-        self.config = config = self.start.config_of_run(resumed, len(self.devices))
+        config = self.start.config_of_run(resumed, len(self.devices))
+        exclusion, self.config = read_exclusion(config, resumed, world)
+        config = self.config
         # in the names of data files, so that no start overwrites those of another one
         attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
         # Only a start by the user can begin another history. Replacement workers continue this one.
@@ -145,7 +148,9 @@ class Session:
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environment(environment, resumed)
-        self.progress = self._make_progress(attempt, environment, resumed, in_memory, modules, lock)
+        self.progress = self._make_progress(
+            attempt, environment, resumed, in_memory, modules, lock, exclusion
+        )
         # What the script draws before its first loop, such as parameters, is then the same on all
         # workers, and does not depend on what was drawn while the run started.
         set_generators(config.seed)
@@ -192,6 +197,7 @@ class Session:
         in_memory: InMemorySnapshots,
         modules: list[torch.nn.Module],
         lock: DirectoryLock | None,
+        exclusion: Exclusion,
     ) -> Progress:
         """Return what counts steps, with the snapshots, checks and signals that it acts on."""
         config, world = self.config, self.world
@@ -255,6 +261,7 @@ class Session:
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),
             resumed=resumed,
+            exclusion=exclusion,
             lock=lock,
             on_end=self._samplers.close,
         )
@@ -374,6 +381,8 @@ class Session:
         try:
             self.lanes.check_late()
             self.progress.end_run()
+            if unused := self.progress.loops.exclusion.unused:
+                self._warn(f"exclude names loops that the script has not: {', '.join(unused)}")
         except Exception as error:
             self.report_failure(error)
             raise
