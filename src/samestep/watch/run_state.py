@@ -167,6 +167,7 @@ class RunState:
         self.epoch: int | None = None
         self.loop: Event | None = None
         self.loops: set[str] = set()  # the names of all
+        self.forked: Event | None = None  # from which run, and at which step
         self.plans: list[SamplePlan] = []  # of the loops, where they differ
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
         self.loop_pace: tuple[float, float] | None = None  # the first one of the current loop
@@ -276,6 +277,8 @@ class RunState:
             self.failures.append(event)
         if kind == "snapshot":
             self._add_score(event)
+        if kind == "forked":
+            self.forked = event
         if kind == "stalled":
             self.stall = to_text(event.get("reason"))
         if kind == "images_dropped":
@@ -602,5 +605,6 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "sink": (INFO, _describe_sink),
     "batch_skipped": (BAD, "skipped a batch: {reason}"),
     "loss_alert": (BAD, "{reason}"),
+    "forked": (INFO, "forked from {trunk} at step {step}"),
     "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
 }
