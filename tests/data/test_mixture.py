@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 from samestep.data.mixture import Mixture, plan_for
-from samestep.data.mixture_plan import KEPT, MixturePlan
+from samestep.data.mixture_plan import KEPT, MixturePlan, shares_of
 from samestep.data.orders import ShardOrder
 from samestep.errors import DataError
 from tests.data.test_own_order import read_by
@@ -76,6 +76,13 @@ def test_a_source_is_always_within_one_row_of_its_share(weights, batches, seed):
     plan = plan_of(sizes, batches.__getitem__, weights, seed=seed)
     for by_source in deviations(plan, lambda _: weights, sizes, EVERY):
         assert all(abs(deviation) < 1 + TOLERANCE for deviation in by_source)
+
+
+@given(st.lists(WEIGHT, min_size=1, max_size=8).filter(any))
+def test_shares_that_a_record_has_stay_as_they_are(weights):
+    names = [*named(weights)]
+    shares = shares_of(named(weights), names, "weights")
+    assert shares_of(dict(zip(names, shares, strict=True)), names, "weights") == shares
 
 
 @given(st.integers(2, 6), st.data())

@@ -109,6 +109,17 @@ def test_each_token_is_seen_once_with_its_successor(documents, length):
     assert all((row["documents"] >= 0).all() for row in list(packed)[:-1])
 
 
+@given(DOCUMENTS, LENGTHS)
+def test_the_rows_of_a_document_are_those_with_its_tokens(documents, length):
+    numbered = [[number + 1] * len(document) for number, document in enumerate(documents)]
+    packed = Packed(numbered, length=length)
+    for number in range(len(documents)):
+        having = [row for row in range(len(packed)) if number + 1 in packed[row]["tokens"]]
+        assert list(packed.rows(number)) == having
+    with pytest.raises(IndexError):
+        packed.rows(len(documents))
+
+
 def test_rows_are_new_tensors(tmp_path):
     packed = Packed(TokenFile.write(tmp_path / "data.bin", [[1, 2, 3]], dtype="int64"), length=2)
     packed[0]["tokens"].zero_()

@@ -57,6 +57,18 @@ def test_any_size_and_key_give_a_bijection(size, permutation_key):
     values = Permutation(size, permutation_key)[np.arange(size)]
     assert values.dtype == np.int64
     assert np.array_equal(np.bincount(values, minlength=size), np.ones(size, dtype=np.int64))
+    assert np.array_equal(Permutation(size, permutation_key).inverse(values), np.arange(size))
+
+
+@given(size=st.integers(1, 2**62), permutation_key=st.integers(0, 2**63 - 1), data=st.data())
+def test_the_inverse_of_any_size_finds_a_position(size, permutation_key, data):
+    positions = data.draw(st.lists(st.integers(0, size - 1), max_size=3))
+    order = Permutation(size, permutation_key)
+    assert order.inverse(order[positions]).tolist() == positions
+    assert order[order.inverse(positions)].tolist() == positions
+    for outside in (-1, size):
+        with pytest.raises(IndexError, match=f"values must be in .0, {size}., got {outside}"):
+            order.inverse([outside])
 
 
 @pytest.mark.parametrize("size", [10**9, 10**12, 2**62])

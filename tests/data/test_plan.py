@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.data.orders import ByLength, ShardOrder, Weighted, make_plan
 from samestep.data.plan import GroupedPlan, ShuffledPlan
 from samestep.errors import ConfigError, DataError
 
@@ -235,3 +236,45 @@ def test_different_plans_have_different_descriptions():
     ]
     assert len({str(sorted(plan.describe().items())) for plan in described}) == len(described)
     assert ShuffledPlan(10, 4, 2, 0).describe() == described[0].describe()
+
+
+@st.composite
+def any_plans(draw):
+    """Return a plan of any kind but mixtures."""
+    size, options = draw(st.integers(1, 120)), {"shuffle": draw(st.booleans()), "drop_last": False}
+    batch_size = draw(st.integers(1, 40))
+    numbers = st.lists(st.integers(1, 9), min_size=size, max_size=size)
+    shards = draw(st.lists(st.integers(0, 9), max_size=12))
+    shards.append(size + 1 - min(size, sum(shards)))
+    kinds = {
+        "shuffled": lambda: {"order": None, "drop_last": size >= batch_size},
+        "weighted": lambda: {"order": Weighted(draw(numbers)), "shuffle": True},
+        "ordered": lambda: {
+            "order": draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=60))
+        },
+        "grouped": lambda: {"group_by": draw(numbers), "order": None},
+        "by length": lambda: {
+            "order": ByLength(draw(numbers), max_tokens=draw(st.integers(9, 30)))
+        },
+        "shards": lambda: {"order": ShardOrder(shards, draw(st.integers(1, 4)))},
+    }
+    kind = draw(st.sampled_from([*kinds]))
+    options |= {"group_by": None, **kinds[kind]()}
+    size = sum(shards) if kind == "shards" else size
+    batch = None if kind == "by length" else batch_size
+    return make_plan(size, batch, draw(LANES), draw(SEEDS), **options)
+
+
+@given(any_plans(), st.integers(0, 9), st.data())
+def test_uses_of_samples_are_those_of_the_lanes(plan, epoch, data):
+    asked = data.draw(st.lists(st.integers(0, plan.size - 1), unique=True))
+    first = data.draw(st.integers(0, plan.steps_per_epoch - 1))
+    steps = range(first, data.draw(st.integers(first, plan.steps_per_epoch)))
+    expected = [
+        [step, lane, sample]
+        for step in steps
+        for lane in range(plan.lanes)
+        for sample in sorted(plan.indices(epoch, step, lane).tolist())
+        if sample in asked
+    ]
+    assert plan.uses(epoch, np.array(asked, dtype=np.int64), steps).tolist() == expected

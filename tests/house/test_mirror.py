@@ -62,6 +62,7 @@ ELSEWHERE = {
     "step/lane_results.py": "step/test_lane_engine.py",
     "step/optimizer_state.py": "run/test_sharded_scripts.py",
     "step/overlap.py": "step/test_lane_engine.py",
+    "tools/plans.py": "tools/test_which.py",
     "tools/scale/report.py": "tools/scale/test_study.py",
     "tools/submit.py": "tools/test_slurm.py",
     "tools/trace.py": "tools/test_verify.py",

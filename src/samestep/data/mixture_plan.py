@@ -10,7 +10,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from samestep.data.plan import Indices, Plan, are_in, check_positive, dealt
+from samestep.data.plan import (
+    Indices,
+    Plan,
+    are_in,
+    check_positive,
+    dealt,
+    in_order,
+    lanes_of_places,
+)
 from samestep.data.random_state import Permutation, key
 from samestep.errors import ConfigError, DataError
 
@@ -47,6 +55,8 @@ class MixturePlan(Plan):
     says which step of which epoch that is. Steps are computed one after the other, ahead of the
     loop, and the last `KEPT` complete ones are kept.
     """
+
+    kind = "mixture"
 
     def __init__(
         self,
@@ -125,6 +135,34 @@ class MixturePlan(Plan):
             )
         }
         return {"steps_per_epoch": self.steps_per_epoch, "sources": {**self._others, **sources}}
+
+    def chosen(self, number: int) -> dict[str, Any]:
+        """Return the batch size of one of the last steps, and the sources' shares of a `ROW`."""
+        taken = self._taken[number]
+        shares = dict(zip(self._names, taken.shares, strict=True))
+        return {"batch_size": taken.batch_size, "shares": shares}
+
+    def to_record(self) -> dict[str, Any]:
+        shares = None
+        if self._shares is not None:
+            shares = dict(zip(self._names, self._shares, strict=True))
+        return {
+            "kind": self.kind,
+            "sizes": dict(zip(self._names, self._sizes, strict=True)),
+            "batch_size": self.fixed_batch_size,
+            "shares": shares,
+            **self.describe(),
+        }
+
+    def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
+        """Do what a plan does, for steps that follow those that `begin` was called with."""
+        rows = [np.empty((0, 3), dtype=np.int64)]
+        for step in steps:
+            indices = self._indices(self._number(epoch, step))
+            places = np.flatnonzero(np.isin(indices, samples))
+            lanes = lanes_of_places(places, len(indices), self.lanes)
+            rows.append(in_order(np.full_like(places, step), lanes, indices[places]))
+        return np.concatenate(rows)
 
     def used(self, done: int) -> dict[str, tuple[int, float]]:
         """Return the rows and epochs that each source has given after `done` steps of the loop."""
@@ -275,6 +313,10 @@ def rows_due(shares: Sequence[int], owed: Sequence[int], batch_size: int) -> lis
 
 def shares_of(weights: Any, names: Sequence[str], what: str) -> list[int]:
     """Return each source's share of a row. Raises `ConfigError` for unusable weights."""
+    if isinstance(weights, Mapping) and [*weights] == [*names]:
+        whole = [*weights.values()]
+        if all(type(share) is int and share >= 0 for share in whole) and sum(whole) == ROW:
+            return whole  # shares already, as in a record
     expected = f"{what} must be a dict with a number for each of {', '.join(names)}"
     if not isinstance(weights, Mapping):
         raise ConfigError(f"{expected}, got {type(weights).__name__}")

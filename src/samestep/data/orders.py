@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import ceil
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,7 @@ from samestep.data.plan import (
     check_positive,
     checked_array,
     dealt,
+    in_order,
     small_permutation,
 )
 from samestep.data.random_state import Permutation, key, keyed, uniform
@@ -71,6 +72,7 @@ class Weighted:
 class WeightedPlan(ShuffledPlan):
     """The plan of `Weighted`."""
 
+    kind = "weighted"
     order: InitVar[Weighted]
 
     def __post_init__(self, order: Weighted) -> None:
@@ -89,11 +91,16 @@ class WeightedPlan(ShuffledPlan):
         if len(array) == self.size:  # otherwise the data set has changed, which is reported later
             self._cumulative, self._digest = array, array_digest(array)
 
+    def basis(self, epoch: int) -> tuple[NDArray[np.float64], str]:
+        return self._cumulative, self._digest
+
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
         draws = uniform(key(self.seed, "weights", epoch), np.arange(start, stop))
         draws *= self._cumulative[-1]  # below the sum, even when rounded: the sum is at least 1
         indices: Indices = np.searchsorted(self._cumulative, draws, side="right")
         return indices
+
+    _find = ShuffledPlan._search  # noqa: SLF001  of its own base class
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "weights": self._digest}
@@ -107,6 +114,7 @@ class OrderedPlan(ShuffledPlan):
     length of epoch 0. While the function runs, the global generators are seeded for the epoch.
     """
 
+    kind = "ordered"
     order: InitVar[EpochOrder]
 
     def __post_init__(self, order: EpochOrder) -> None:
@@ -143,6 +151,11 @@ class OrderedPlan(ShuffledPlan):
 
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
         return self._of(epoch)[0][start:stop]
+
+    def basis(self, epoch: int) -> tuple[Indices, str]:
+        return self._of(epoch)
+
+    _find = ShuffledPlan._search  # noqa: SLF001  of its own base class
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "order": self._of(epoch)[1]}
@@ -208,6 +221,7 @@ class TokenPlan(ChunkedPlan):
     and only the chunk of the shortest samples may have fewer. Each step has one chunk per lane.
     """
 
+    kind = "by length"
     batch_size: int = field(init=False, default=1)  # the average of the steps, rounded up
     max_tokens: int = field(init=False)
     order: InitVar[ByLength]
@@ -221,6 +235,7 @@ class TokenPlan(ChunkedPlan):
         self.max_tokens = order.max_tokens
         negative = -order.lengths
         self._digest = array_digest(negative)
+        self._lengths = order.lengths.astype(np.min_scalar_type(order.max_tokens))
         by_length = np.argsort(negative, kind="stable")
         negative = negative[by_length]  # ascending, as searchsorted needs
         members, chunks, start = [], [], 0
@@ -234,6 +249,10 @@ class TokenPlan(ChunkedPlan):
             start = stop
         self._cut(members, chunks, self.lanes)
         self.batch_size = -(-self.size // self.steps_per_epoch)
+
+    def basis(self, epoch: int) -> tuple[NDArray[Any], str]:
+        lengths = self._lengths.astype(np.int64)
+        return lengths, array_digest(lengths)
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "lengths": self._digest}
@@ -280,6 +299,7 @@ class ShardPlan(ShuffledPlan):
     as long as its number of samples in an epoch, so lanes share at most the shards at the ends.
     """
 
+    kind = "shards"
     order: InitVar[ShardOrder]
 
     def __post_init__(self, order: ShardOrder) -> None:
@@ -311,9 +331,7 @@ class ShardPlan(ShuffledPlan):
         while at < stop:
             shard = int(np.searchsorted(starts, at, side="right")) - 1
             number = (shard - origin) // self._window
-            first = origin + number * self._window
-            low = max(begin, int(starts[max(0, first)]))
-            high = min(end, int(starts[min(first + self._window, len(shards))]))
+            low, high = self._bounds(starts, lane, number, origin)
             order = small_permutation(high - low, self.seed, "window", epoch, lane, number)
             until = min(stop, high)
             spans.append(low + order.span(at - low, until - low))
@@ -329,6 +347,55 @@ class ShardPlan(ShuffledPlan):
                 order = small_permutation(size, self.seed, "shard", epoch, shard)
                 offsets[is_in_shard] = order[offsets[is_in_shard]]
         return self._first_sample[shards[places]] + offsets
+
+    def _bounds(self, starts: Indices, lane: int, number: int, origin: int) -> tuple[int, int]:
+        """Return where a window of a lane begins and ends; `origin` is the place of window 0."""
+        first = origin + number * self._window
+        low, high = starts[max(0, first)], starts[min(first + self._window, len(starts) - 1)]
+        begin, end = self._lane_start[lane : lane + 2]
+        return max(begin, int(low)), min(end, int(high))
+
+    def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
+        shards, starts = self._shards(epoch)
+        own = np.searchsorted(self._first_sample, samples, side="right") - 1
+        places = np.argsort(shards)[own]
+        rows = [np.empty((0, 3), dtype=np.int64)]
+        for lane in range(self.lanes):
+            begin, end = self._lane_start[lane : lane + 2]
+            first, last = np.searchsorted(starts, [begin, end - 1], side="right") - 1
+            if begin == end:
+                continue
+            is_near = (places >= first) & (places <= last)
+            near, place = samples[is_near], places[is_near]
+            offsets = near - self._first_sample[own[is_near]]
+            for end_place in {int(first), int(last)}:
+                shard, is_in_shard = int(shards[end_place]), place == end_place
+                if is_in_shard.any():
+                    size = int(self._sizes[shard])
+                    order = small_permutation(size, self.seed, "shard", epoch, shard)
+                    offsets[is_in_shard] = order.inverse(offsets[is_in_shard])
+            numbers = starts[place] + offsets
+            is_of_lane = (numbers >= begin) & (numbers < end)
+            near, place, numbers = near[is_of_lane], place[is_of_lane], numbers[is_of_lane]
+            windows = (place - (int(first) - lane % self._window)) // self._window
+            for number in np.unique(windows).tolist():
+                low, high = self._bounds(starts, lane, number, int(first) - lane % self._window)
+                order = small_permutation(high - low, self.seed, "window", epoch, lane, number)
+                is_in_window = windows == number
+                numbers[is_in_window] = low + order.inverse(numbers[is_in_window] - low)
+            full = self._full_counts[lane]
+            step = np.minimum((numbers - begin) // max(full, 1), self.samples // self.batch_size)
+            step = step if full else np.full_like(step, self.samples // self.batch_size)
+            rows.append(in_order(step, np.full_like(step, lane), near))
+        found = np.concatenate(rows)
+        found = found[(found[:, 0] >= steps.start) & (found[:, 0] < steps.stop)]
+        return in_order(*found.T)
+
+    def to_record(self) -> dict[str, Any]:
+        return {**super().to_record(), "window": self._window}
+
+    def basis(self, epoch: int) -> tuple[Indices, str]:
+        return self._sizes, array_digest(self._sizes)
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "order": self._digest}

@@ -97,6 +97,17 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
             values["documents"][at:end] = number
         return {name: torch.from_numpy(array) for name, array in values.items()}
 
+    def rows(self, document: int) -> range:
+        """Return the rows that have tokens of a document.
+
+        Example:
+            >>> ss.Packed([[1, 2, 3], [4, 5]], length=4).rows(1)
+            range(0, 2)
+        """
+        number = range(len(self._documents))[document]
+        start, stop = int(self._offsets[number]), int(self._offsets[number + 1])
+        return range(start // self.length, -(-stop // self.length) if stop > start else 0)
+
     @property
     def notice(self) -> str:
         """What a run says when its first loop over the rows begins; "" if nothing."""

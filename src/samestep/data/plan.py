@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,7 @@ from samestep.errors import ConfigError, DataError
 Indices = NDArray[np.int64]
 NONE: Final[Indices] = np.empty(0, dtype=np.int64)
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
+SEARCHED: Final = 2**20  # positions of an order that are searched together
 
 
 def dealt(batch: int, lanes: int) -> list[int]:
@@ -29,8 +30,12 @@ def dealt(batch: int, lanes: int) -> list[int]:
 
 @dataclass
 class Plan(ABC):
-    """The assignment of samples to the steps and lanes of each epoch."""
+    """The assignment of samples to the steps and lanes of each epoch.
 
+    `kind` is its name in the record of a run.
+    """
+
+    kind: ClassVar[str]
     size: int
     batch_size: int
     lanes: int
@@ -61,17 +66,24 @@ class Plan(ABC):
     def planned(self, epoch: int, step: int, lane: int) -> Indices:
         """Return what `indices` does, with the samples that are left out."""
 
+    @abstractmethod
+    def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
+        """Return where some steps of an epoch use some samples, each of which is given once.
+
+        int64 [uses, 3]: step within the epoch, lane and sample, in the order of steps and lanes.
+        """
+
     varies = False  # from step to step, by functions of the user
     excluded = NONE  # sorted indices of samples that are left out
 
     def exclude(self, indices: Indices) -> None:
-        """Leave out samples, by their sorted indices; all others stay in their steps and lanes.
-
-        Raises `DataError` if no step of the first epoch has any other.
-        """
+        """Leave out samples, by their sorted indices; all others stay in their steps and lanes."""
         self.excluded = indices
-        steps = range(self.steps_per_epoch)
-        if len(indices) and not any(any(self.counts(0, step)) for step in steps):
+
+    def check_left(self) -> None:
+        """Raise `DataError` if no step of the first epoch has a sample that is not left out."""
+        steps = range(self.steps_per_epoch) if len(self.excluded) else ()
+        if steps and not any(any(self.counts(0, step)) for step in steps):
             raise DataError(
                 f"exclude leaves out all samples that an epoch uses, {self.samples} in"
                 f" {self.steps_per_epoch} steps; leave out fewer"
@@ -95,11 +107,8 @@ class Plan(ABC):
 
         The samples are sorted, and may be left out; None if no batch has any of them.
         """
-        lanes = ((step, lane) for step in range(stop) for lane in range(self.lanes))
-        uses = (
-            step for step, lane in lanes if are_in(self.planned(epoch, step, lane), samples).any()
-        )
-        return next(uses, None) if len(samples) else None
+        uses = self.uses(epoch, samples, range(stop)) if len(samples) else ()
+        return int(uses[0, 0]) if len(uses) else None
 
     def compared(self, epoch: int, step: int) -> dict[str, int | bool | str]:
         """Return the values in which workers must agree, at a step of an epoch."""
@@ -112,6 +121,14 @@ class Plan(ABC):
 
     def use_array(self, array: NDArray[Any]) -> None:  # noqa: B027  most plans have none
         """Compute the order from another `array`, of the same plan in another process."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what makes this plan again, with the array of `basis`, as JSON."""
+        return {"kind": self.kind, **asdict(self), **self._describe_excluded()}
+
+    def basis(self, epoch: int) -> tuple[NDArray[Any], str] | None:
+        """Return the array that an epoch's order is computed from, and its digest, if any."""
+        return None
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         """Return the values that identify the plan of an epoch."""
@@ -131,6 +148,7 @@ class ShuffledPlan(Plan):
     (l+1)*b//lanes) of them.
     """
 
+    kind = "shuffled"
     drop_last: bool = False
 
     def __post_init__(self) -> None:
@@ -162,6 +180,32 @@ class ShuffledPlan(Plan):
         if not self.shuffle:
             return np.arange(start, stop)
         return _order(self.size, self.seed, "epoch", epoch).span(start, stop)
+
+    def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
+        first, end = steps.start * self.batch_size, steps.stop * self.batch_size
+        found, positions = self._find(epoch, samples, first, min(end, self.samples))
+        is_asked = (positions >= first) & (positions < end)
+        step, place = np.divmod(positions[is_asked], self.batch_size)
+        batch = np.minimum(self.batch_size, self.samples - step * self.batch_size)
+        return in_order(step, lanes_of_places(place, batch, self.lanes), found[is_asked])
+
+    def _find(self, epoch: int, samples: Indices, start: int, stop: int) -> tuple[Indices, Indices]:
+        """Return samples with their positions in an epoch, at least those in [start, stop)."""
+        if not self.shuffle:
+            return samples, samples
+        return samples, _order(self.size, self.seed, "epoch", epoch).inverse(samples)
+
+    def _search(
+        self, epoch: int, samples: Indices, start: int, stop: int
+    ) -> tuple[Indices, Indices]:
+        """Do what `_find` does for an order that has no inverse: look at all of it."""
+        found, positions = [samples[:0]], [samples[:0]]
+        for first in range(start, stop, SEARCHED):
+            span = self._span(epoch, first, min(first + SEARCHED, stop))
+            places = np.flatnonzero(np.isin(span, samples))
+            found.append(span[places])
+            positions.append(first + places)
+        return np.concatenate(found), np.concatenate(positions)
 
 
 @dataclass(kw_only=True)
@@ -203,6 +247,25 @@ class ChunkedPlan(Plan):
             positions = order[positions]
         return members[positions]
 
+    def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
+        members, starts = np.concatenate(self._members), np.cumsum(self._sizes) - self._sizes
+        by_sample = np.argsort(members)
+        at = by_sample[np.searchsorted(members, samples, sorter=by_sample)]
+        groups = np.searchsorted(starts, at, side="right") - 1
+        places = at - starts[groups]
+        if self.shuffle:
+            for group in np.unique(groups).tolist():
+                is_of_group, size = groups == group, len(self._members[group])
+                order = small_permutation(size, self.seed, f"group {group}", epoch)
+                places[is_of_group] = order.inverse(places[is_of_group])
+        chunks = self._first_chunk[groups] + places // self._chunk[groups]
+        if self.shuffle:
+            total = int(self._first_chunk[-1])
+            chunks = _order(total, self.seed, "chunks", epoch).inverse(chunks)
+        step, lane = np.divmod(chunks, self._chunks_per_step)
+        is_asked = (step >= steps.start) & (step < steps.stop)
+        return in_order(step[is_asked], lane[is_asked], samples[is_asked])
+
     def _chunks(self, epoch: int, step: int) -> tuple[Indices, Indices]:
         """Return the group of each chunk of a step, and its start in the group."""
         chunks = int(self._first_chunk[-1])
@@ -219,12 +282,19 @@ class ChunkedPlan(Plan):
 class GroupedPlan(ChunkedPlan):
     """The groups of the user, cut into chunks of ceil(batch_size / lanes) samples."""
 
+    kind = "grouped"
     groups: InitVar[GroupBy]
 
     def __post_init__(self, groups: GroupBy) -> None:
         self._check()
         chunk = -(-self.batch_size // self.lanes)
         self._cut(_members(groups, self.size), chunk, self.batch_size // chunk)
+
+    def basis(self, epoch: int) -> tuple[NDArray[Any], str]:
+        numbers = np.empty(self.size, dtype=np.int64)
+        for group, members in enumerate(self._members):
+            numbers[members] = group
+        return numbers, array_digest(numbers)
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "groups": len(self._members)}
@@ -239,6 +309,18 @@ def _order(size: int, seed: int, scope: str, epoch: int) -> Permutation:
 def small_permutation(size: int, seed: int, scope: str, *numbers: int) -> Permutation:
     """Return a permutation of part of the samples that depends on all arguments."""
     return Permutation(size, key(seed, scope, *numbers))
+
+
+def lanes_of_places(places: Indices, batch: ArrayLike, lanes: int) -> Indices:
+    """Return the lane of each place in a batch that is cut as `dealt` says."""
+    lane: Indices = ((places + 1) * lanes - 1) // np.asarray(batch)
+    return lane  # the last one that begins by then
+
+
+def in_order(step: Indices, lane: Indices, sample: Indices) -> Indices:
+    """Return int64 [uses, 3], sorted by step, lane and sample."""
+    order = np.lexsort((sample, lane, step))
+    return np.stack([step, lane, sample], axis=1)[order]
 
 
 def _members(groups: GroupBy, size: int) -> list[Indices]:

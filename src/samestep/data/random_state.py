@@ -172,6 +172,18 @@ class Permutation:
             return self._table[at.astype(np.intp)]
         return self._evaluate(np.atleast_1d(at).astype(np.int64), self._rounds).reshape(at.shape)
 
+    def inverse(self, values: ArrayLike) -> Values:
+        """Return the positions of `values`, each in [0, size); raises IndexError outside."""
+        of = np.asarray(values)
+        if of.size and (of.min() < 0 or of.max() >= self.size):
+            raise IndexError(f"values must be in [0, {self.size}), got {of.min()} to {of.max()}")
+        if self._table is not None:
+            return np.argsort(self._table)[of.astype(np.intp)]
+        positions = self._backward(np.atleast_1d(of).astype(np.int64))
+        while (outside := positions >= self.size).any():
+            positions[outside] = self._backward(positions[outside])
+        return positions.reshape(of.shape)
+
     def span(self, start: int, stop: int) -> Values:
         """Return the values at positions [start, stop), read-only.
 
@@ -223,6 +235,19 @@ class Permutation:
             else:
                 right += one_round(left)
                 right -= self._b * (right >= self._b)
+        return left * self._b + right
+
+    def _backward(self, y: Values) -> Values:
+        """Undo `_network`: subtract what its rounds added, the last one first."""
+        left = y // self._b
+        right = y - left * self._b
+        for number, one_round in reversed([*enumerate(self._rounds)]):
+            if number % 2 == 0:
+                left -= one_round(right)
+                left += self._a * (left < 0)
+            else:
+                right -= one_round(left)
+                right += self._b * (right < 0)
         return left * self._b + right
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from samestep.errors import RecordError
 from samestep.record.events import FILE_NAME, NON_FINITE, EventFile
 from samestep.record.images import AsyncImageWriter, Picture, copy_picture, write_picture
+from samestep.record.orders import write_order
 
 # the parts of a step that `timing` measures
 PARTS: Final = (
@@ -78,6 +79,13 @@ class Record:
         others = {key: counts.get(key, 0) for key in NON_FINITE}
         self.event("histogram", step=step, name=name, bins=bins, **others, **_mark(between))
 
+    def order(self, step: int, loop: str, epoch: int, array: Any, digest: str) -> None:
+        """Add the array, of which a digest is given, that the order of an epoch is computed from.
+
+        Equal arrays are written once; `kept` says whether all of the record's are at most
+        `ORDER_BYTES` with this one.
+        """
+
     def image(self, step: int, name: str, pixels: Any, *, between: bool = False) -> None:
         """Add an image as a PNG file.
 
@@ -130,6 +138,10 @@ class FileRecord(Record):
             self._report_dropped()
         else:
             self._dropped = {"count": self._dropped["count"] + 1, "step": step}
+
+    def order(self, step: int, loop: str, epoch: int, array: Any, digest: str) -> None:
+        kept = write_order(self._directory, array, digest)
+        self.event("order", step=step, loop=loop, epoch=epoch, digest=digest, kept=kept)
 
     def _write_image(self, picture: Picture, between: bool) -> None:
         size = {"width": picture.width, "height": picture.height}

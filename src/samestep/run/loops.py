@@ -279,6 +279,7 @@ class PlannedLoop(Loop):
         if at.step == 0:
             # saved with the position, to compare after a resume
             at.plan = self._describe(at.epoch)
+            self._progress.record_order(self._name, at.epoch, self._plan)
             self._progress.loops.resumed_orders.pop(self._name, None)
             if self._ends_with_epoch and (array := self._plan.array) is not None:
                 self._progress.loops.orders[self._name] = array
@@ -303,20 +304,26 @@ class PlannedLoop(Loop):
         if self._ends_with_epoch:
             self._check_end()
         self._progress.begin_pass(self._name)
+        planned = self._begin_plan()
         self._progress.begin_loop(
             self._name,
+            self._plan,
             steps=self.steps,
             ends_with_epoch=self._ends_with_epoch,
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
-            **self._begin_plan(),
+            **planned,
             **({"excluded": count} if (count := len(self._plan.excluded)) else {}),
         )
+        if at.step and len(self):  # within an epoch
+            self._progress.record_order(self._name, at.epoch, self._plan)
         return self._run(self._batches(self._positions))
 
     def _begin_plan(self) -> dict[str, int | None]:
         """Prepare the plan for a pass; return the samples of an epoch and of a batch."""
-        return {"samples": self._plan.samples, "batch_size": self._plan.batch_size}
+        plan = self._plan
+        samples = min(plan.samples, self.steps_per_epoch * plan.batch_size)  # with `limit`
+        return {"samples": samples, "batch_size": plan.batch_size}
 
 
 class MixtureLoop(PlannedLoop):
@@ -374,6 +381,7 @@ class MixtureLoop(PlannedLoop):
         self._plan.begin(at.mixture, at.done, number, self.steps_per_epoch)
 
     def _complete(self) -> int:
+        self._progress.record_shares(self._name, self._position.done, self._plan)
         epoch = super()._complete()
         self._position.note(self._plan.state(self._position.done))
         return epoch

@@ -15,6 +15,8 @@ from samestep.data.agreement import DataCheck
 from samestep.data.batch import Batch
 from samestep.data.exclude import Exclusion
 from samestep.data.generators import is_observed
+from samestep.data.mixture_plan import MixturePlan
+from samestep.data.plan import Plan, array_digest
 from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, SnapshotError
 from samestep.metrics import Means
@@ -29,6 +31,7 @@ from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
 from samestep.step.lane_engine import LaneEngine
 
+LEFT_OUT: Final = -1  # the epoch of the record's event about samples that a loop leaves out
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
 TRAINS_ON: Final = (
@@ -116,6 +119,7 @@ class Progress:
         # decided by all workers; requested by user code, on all workers
         self._decision, self._requested = Decision(), False
         self._score: float | None = None
+        self._shares: dict[str, Any] = {}  # of the newest step of a mixture that varies
 
     @property
     def between_steps(self) -> bool:
@@ -133,14 +137,31 @@ class Progress:
             self.reads.add(name)
         return self.step if name == "step" else self.epoch
 
-    def begin_loop(self, name: str, **planned: int | None) -> None:
-        """Record the start of a loop; `planned` are its steps (over all resumes) and its data."""
-        at = self.loops.positions[name]
+    def begin_loop(self, name: str, plan: Plan | None = None, **planned: int | None) -> None:
+        """Record the start of a loop; `planned` are its steps (over all resumes) and its data.
+
+        The record gets what makes the plan again; a stream has none.
+        """
+        at, self._shares = self.loops.positions[name], {}
         planned = {**dict.fromkeys(PLANNED), **planned}
-        self._record.event(
-            "loop", name=name, step=self.step, epoch=at.epoch, done=at.done, **planned
-        )
+        place = {"step": self.step, "epoch": at.epoch, "epoch_step": at.step, "done": at.done}
+        recorded = None if plan is None else {**plan.to_record(), "given": at.mixture}
+        self._record.event("loop", name=name, **place, **planned, plan=recorded)
+        if plan is not None and len(plan.excluded):
+            digest = array_digest(plan.excluded)
+            self._record.order(self.step, name, LEFT_OUT, plan.excluded, digest)
         self._plugins.begin_loop(name, planned)
+
+    def record_order(self, loop: str, epoch: int, plan: Plan) -> None:
+        """Record the array that the order of an epoch is computed from, if there is one."""
+        if (basis := plan.basis(epoch)) is not None:
+            self._record.order(self.step, loop, epoch, *basis)
+
+    def record_shares(self, loop: str, number: int, plan: MixturePlan) -> None:
+        """Record what functions of the user chose for a step of a mixture, if that changed."""
+        if plan.varies and (chosen := plan.chosen(number)) != self._shares:
+            self._shares = chosen
+            self._record.event("shares", step=self.step, loop=loop, number=number, **chosen)
 
     def begin_pass(self, loop: str) -> None:
         """Begin to iterate a loop: what the script did in earlier epochs of its own is done.

@@ -418,6 +418,7 @@ class Run(Training, Collectives, Recording):
         own = NONE if exclude is None else indices_of(exclude, plan.size, sizes)
         of_option = self._progress.loops.exclusion.of(loop)
         plan.exclude(within(np.union1d(own, of_option), plan.size))
+        plan.check_left()
         if count := len(plan.excluded):
             self._say({f"loop {loop!r} leaves out {count:,} of {plan.size:,} samples"})
         elif exclude is not None:
