@@ -35,6 +35,7 @@ COMMANDS: Final = {
         "samestep.tools.verify", "check that all worker counts give the same steps", NOTHING_LEFT
     ),
     "replay": Command("samestep.tools.replay", "repeat a step of a run and show each lane"),
+    "compare": Command("samestep.tools.compare", "find the first step at which two runs differ"),
     "which": Command("samestep.tools.which", "print which steps of a run have used a sample"),
     "fork": Command("samestep.tools.fork", "start a run that shares the first steps of another"),
     "forget": Command("samestep.tools.forget", "train again from before some samples were used"),

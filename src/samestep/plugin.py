@@ -40,6 +40,13 @@ class RunPlugin:
     def end_run(self) -> None:
         """Look at what the script has when it ends its run."""
 
+    def state(self, current: EndedStep | None) -> Mapping[str, Any]:
+        """Return what a snapshot keeps in the state of the run; only one worker may have a name.
+
+        `current` is the step whose body is about to end, if the snapshot is taken in it.
+        """
+        return {}
+
     def expire(self) -> None:
         """Forget what was compared, because user code ran after it."""
 
@@ -72,6 +79,15 @@ class RunPlugins:
         self.end_run = each("end_run")
         self.expire, self.compare_if_due = each("expire"), each("compare_if_due")
         self._noting = overriding(plugins, RunPlugin, "note")
+        self._stateful = overriding(plugins, RunPlugin, "state")
+
+    def state(self, current: EndedStep | None) -> dict[str, Any]:
+        """Return what this worker adds to the state of the run."""
+        return {
+            name: value
+            for plugin in self._stateful
+            for name, value in plugin.state(current).items()
+        }
 
     def note(self) -> list[Any]:
         """Return the notes of this worker, as JSON."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from samestep.errors import RecordError
+from samestep.record import chain
+from samestep.record.chain import Chain, ChainFile, origin
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
 from samestep.record.files import FOLDER, EventChunk, LocalFiles, Notes
@@ -86,6 +88,7 @@ def targets(folder: Path) -> list[Target]:
         *_views(folder / "views"),
         *_parts(folder / "parts"),
         *_sent(folder / "sent"),
+        *_chains(folder / "chains"),
     ]
 
 
@@ -307,3 +310,25 @@ def _sent(folder: Path) -> list[Target]:
             offset += len(chunk)
 
     return [Target("forwarded", progress, forward, ())]
+
+
+def _chains(folder: Path) -> list[Target]:
+    folder.mkdir()
+    written = ChainFile(folder, 0, 7, origin(7))
+    for step in range(5):
+        written.append((bytes([step] * 8),) * 4)
+    written.close()
+    data = (folder / chain.FILE).read_bytes()
+
+    def damaged(random: Random) -> Path:
+        (folder / chain.FILE).write_bytes(mutate.of_bytes(random, data))
+        return folder
+
+    def read(directory: Path) -> None:
+        with closing(Chain.open(directory)) as opened:
+            for step in (0, opened.first, opened.first + len(opened) - 1):
+                with suppress(IndexError):
+                    assert opened.head_after(step + 1) == opened[step].head
+            opened.check()
+
+    return [Target("chain", damaged, read, (RecordError,))]

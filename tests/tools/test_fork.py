@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 import samestep as ss
 from samestep.cli import main
 from samestep.record import read_events, read_history
+from samestep.record.chain import Chain
 from samestep.tools.fork import trunk_command
 from samestep.tools.replay import RecordedRun
 from tests.faults import flip_byte
@@ -78,6 +80,10 @@ def test_a_fork_with_nothing_changed_ends_with_the_bits_of_the_trunk(trunk, tmp_
     (forked,) = [event for event in read_events(fork) if event["event"] == "forked"]
     (begun,) = [event for event in read_events(trunk) if event["event"] == "started"]
     assert (forked["step"], forked["run"], forked["trunk"]) == (6, begun["run"], str(trunk))
+    with closing(Chain.open(fork)) as rows, closing(Chain.open(trunk)) as of_trunk:
+        rows.check()
+        assert [rows[step] for step in range(STEPS)] == [of_trunk[step] for step in range(STEPS)]
+        assert rows[5].head.hex() == forked["chain"]
 
 
 def test_a_fork_at_a_snapshot_becomes_a_run_with_other_arguments(trunk, tmp_path, monkeypatch):

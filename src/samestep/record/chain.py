@@ -19,22 +19,25 @@ import os
 import struct
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from samestep.errors import RecordError
 from samestep.record.events import NO_SPACE, cannot_begin, read_events
 from samestep.record.source import STARTS, valid_until
-from samestep.storage import make_directory, open_regular, sync
+from samestep.storage import make_folder, open_regular, sync
 
 FILE: Final = "record/chain.bin"  # in a run's directory
 EARLIER: Final = ".earlier"  # is appended to the name of a file that another history replaces
 EVENT: Final = "state"  # in the record, of a snapshot: its step, the head before it and its digest
+STATE: Final = "chain"  # the head of a run's state in a snapshot, hexadecimal
 MAGIC: Final = b"ss-chain"
 FORMAT: Final = 1  # grows when older versions can no longer read the file
 _HEADER: Final = struct.Struct("<8sQQQ32s")
 _LINK: Final = struct.Struct("<QQ")  # the step and the seed
 ROW_BYTES: Final = 64
+HEAD_BYTES: Final = 32
 _READ_ROWS: Final = 4096  # by `check`, at a time
+Parts: TypeAlias = tuple[bytes, bytes, bytes, bytes]  # the digests of a row, in its order
 
 
 class Row(NamedTuple):
@@ -48,7 +51,8 @@ class Row(NamedTuple):
 
     def follows(self, head: bytes, step: int, seed: int) -> bool:
         """Return whether this is the row of a step after the head of the step before it."""
-        return self.head == link(head, step, seed, self[1:])
+        parts = self.samples, self.losses, self.rates, self.program
+        return self.head == link(head, step, seed, parts)
 
 
 def origin(seed: int) -> bytes:
@@ -56,7 +60,7 @@ def origin(seed: int) -> bytes:
     return hashlib.sha256(b"samestep chain 1" + seed.to_bytes(8, "little")).digest()
 
 
-def link(head: bytes, step: int, seed: int, parts: tuple[bytes, ...]) -> bytes:
+def link(head: bytes, step: int, seed: int, parts: Parts) -> bytes:
     """Return the head of a step, of which `parts` are the four digests in the order of `Row`."""
     return hashlib.sha256(head + _LINK.pack(step, seed) + b"".join(parts)).digest()
 
@@ -89,6 +93,9 @@ class Chain:
                 f"{self._path} must have format {FORMAT}, got {file_format}; install the version of"
                 " samestep that wrote it, or a newer one"
             )
+        if max(self.first, self.seed) >= 2**63:
+            numbers = f"first step {self.first} and seed {self.seed}"
+            raise RecordError(f"{self._path} has the {numbers}: no run writes that; copy it again")
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Chain:
@@ -142,7 +149,7 @@ class Chain:
                     raise self._wrong(step, f"has {len(row)} of {ROW_BYTES} bytes")
                 if not _row(row).follows(head, step, self.seed):
                     raise self._wrong(step, "does not follow from the head of the step before")
-                head, step = row[:32], step + 1
+                head, step = row[:HEAD_BYTES], step + 1
         if self.first == 0 and self.start != origin(self.seed):
             raise self._wrong(0, "does not begin as a run with its seed does")
         self._check_record(step)
@@ -183,7 +190,9 @@ def _place(step: int, first: int) -> int:
 
 
 def _row(content: bytes) -> Row:
-    return Row(content[:32], *(content[at : at + 8] for at in range(32, ROW_BYTES, 8)))
+    return Row(
+        content[:HEAD_BYTES], *(content[at : at + 8] for at in range(HEAD_BYTES, ROW_BYTES, 8))
+    )
 
 
 class ChainFile:
@@ -199,7 +208,7 @@ class ChainFile:
         self._path, self._seed = directory / FILE, seed
         self.step, self.head = step, head  # the next step, and the head before it
         try:
-            make_directory(self._path.parent)
+            make_folder(self._path.parent, parents=True)
             if self._continues(directory):
                 self._descriptor = open_regular(self._path, os.O_RDWR)
                 os.ftruncate(self._descriptor, _place(step, self._first))
@@ -211,6 +220,7 @@ class ChainFile:
                 header = _HEADER.pack(MAGIC, FORMAT, step, seed, head)
                 os.pwrite(self._descriptor, header, 0)
                 sync(self._path.parent)
+                sync(directory)
         except OSError as error:
             raise cannot_begin(self._path, error) from error
 
@@ -222,9 +232,13 @@ class ChainFile:
         except (RecordError, IndexError):
             return False
 
-    def append(self, parts: tuple[bytes, bytes, bytes, bytes]) -> None:
+    def head_after(self, parts: Parts) -> bytes:
+        """Return the head that the next step would have with these digests."""
+        return link(self.head, self.step, self._seed, parts)
+
+    def append(self, parts: Parts) -> None:
         """Add the row of the next step, with its four digests. Raises `RecordError`."""
-        self.head = link(self.head, self.step, self._seed, parts)
+        self.head = self.head_after(parts)
         row = self.head + b"".join(parts)
         try:
             written = os.pwrite(self._descriptor, row, _place(self.step, self._first))

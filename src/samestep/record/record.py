@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from samestep.errors import RecordError
+from samestep.record.chain import ChainFile
 from samestep.record.events import FILE_NAME, NON_FINITE, EventFile
 from samestep.record.images import AsyncImageWriter, Picture, copy_picture, write_picture
 from samestep.record.orders import write_order
@@ -125,6 +126,15 @@ class FileRecord(Record):
         self._events = EventFile(directory / FILE_NAME)
         self._images = AsyncImageWriter(self._write_image)
         self._dropped = {"count": 0, "step": 0}
+        self._chain: ChainFile | None = None
+
+    def begin_chain(self, seed: int, step: int, head: bytes) -> ChainFile:
+        """Open the chain of the steps from `step` on, of which this record is the only writer.
+
+        Raises `RecordError` if it cannot be written.
+        """
+        self._chain = ChainFile(self._directory, step, seed, head)
+        return self._chain
 
     def event(self, kind: str, **fields: Any) -> None:
         if reserved := {"time", "event"} & fields.keys():
@@ -160,11 +170,15 @@ class FileRecord(Record):
 
     def sync(self) -> None:
         self._images.wait_for_queued()
+        if self._chain is not None:
+            self._chain.sync()
         self._events.sync()
 
     def close(self) -> None:
         self._images.close()
         self._events.close()
+        if self._chain is not None:
+            self._chain.close()
 
 
 def _floats(values: Mapping[str, float]) -> dict[str, float]:

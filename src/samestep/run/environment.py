@@ -88,7 +88,7 @@ class ProgramFiles:
             self._folder = self._folder.parents[spec.name.count(".") - 1]
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each file, by its name."""
+        """Return a digest of each file that was imported, or is expected, by its name."""
         if self._script is not None and len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
             for path in sorted({self._script, *imported_modules.files_in(self._folder)}):
@@ -98,11 +98,12 @@ class ProgramFiles:
             imported_modules.note()
         return dict(self._digests)
 
-    def on_disk(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the digests of files that may not have been imported yet, "no file" if missing."""
-        if self._script is None:
-            return {}
-        return {name: self._digest_of(name) or "no file" for name in names if name.startswith(FILE)}
+    def expect(self, names: Iterable[str]) -> None:
+        """Add files that may be imported later, as they were before; "no file" if missing."""
+        if self._script is not None:
+            for name in names:
+                if name.startswith(FILE) and name not in self._digests:
+                    self._digests[name] = self._digest_of(name) or "no file"
 
     def _digest_of(self, name: str) -> str:
         try:

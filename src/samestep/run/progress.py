@@ -233,9 +233,7 @@ class Progress:
         # step. A state is compared before it is saved, and saved before the run stops.
         self._plugins.expire()
         self.epoch = self._current.complete()
-        loop = self._current.loop
-        done = self.loops.positions[loop].done
-        self._plugins.end_step(EndedStep(self.step + 1, loop, done, self._current.batch))
+        self._plugins.end_step(self._ended(self._current, self.step + 1))
         self._last_batch = ref(self._current.batch)
         self._current = None
         self.step += 1
@@ -255,6 +253,11 @@ class Progress:
             self.step, agreed=decision.copy_due
         ):
             self._snapshots.save_in_memory(self.step, self._states, writing=decision.writing)
+
+    def _ended(self, current: CurrentStep, step: int) -> EndedStep:
+        """Return a step whose position has advanced; it is the run's `step`-th one."""
+        done = self.loops.positions[current.loop].done
+        return EndedStep(step, current.loop, done, current.batch)
 
     def end_loop(self, name: str) -> None:
         """End a loop, and agree on a signal that arrived after the note of its last step.
@@ -470,7 +473,10 @@ class Progress:
             "ended": self._has_ended,
             "losses": self.alerts.state_dict(),  # that are usual
         }
-        return {"run": run}, self.loops.own_state_dict()
+        current = self._current  # if it is saved before its body has ended
+        ending = None if current is None or current.left else self._ended(current, self.step)
+        own = {"run": of_plugins} if (of_plugins := self._plugins.state(ending)) else {}
+        return {"run": run}, {**self.loops.own_state_dict(), **own}
 
     def _finish(self, event: str, **fields: Any) -> None:
         self._plugins.compare_if_due(self.step, last=True)

@@ -22,7 +22,6 @@ from samestep.comm.connect import connect, end_group
 from samestep.comm.rendezvous import locate
 from samestep.config import Config
 from samestep.data.agreement import DataCheck
-from samestep.data.exclude import Exclusion
 from samestep.data.generators import is_observed
 from samestep.data.random_state import set_generators
 from samestep.errors import RecordError, SamestepError
@@ -34,13 +33,14 @@ from samestep.plugin import RunPlugin
 from samestep.plugins.divergence import DivergenceCheck, LaneObserver
 from samestep.plugins.graph_choice import LaneGraphs
 from samestep.plugins.graphed_pass import graphed
+from samestep.plugins.history import History
 from samestep.plugins.kernels import replaced_kernels
 from samestep.plugins.observer import StepObserver
 from samestep.plugins.progress_line import open_line
 from samestep.plugins.random_positions import RandomPositions
 from samestep.plugins.replay import Replay, Request
 from samestep.plugins.restored import RestoredCheck
-from samestep.record import Record, open_record
+from samestep.record import FileRecord, Record, open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock
 from samestep.record.sinks import SinkSpec, check_sinks, sinks_of
@@ -135,7 +135,7 @@ class Session:
         # waits in memory until the script tracks the objects that it belongs to.
         resumed = self.start.find_snapshot(in_memory)
         config = self.start.config_of_run(resumed, len(self.devices))
-        exclusion, self.config = read_exclusion(config, resumed, world)
+        self._exclusion, self.config = read_exclusion(config, resumed, world)
         config = self.config
         # in the names of data files, so that no start overwrites those of another one
         attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
@@ -143,13 +143,15 @@ class Session:
         if is_main and not has_begun:
             self.start.set_others_aside(resumed, attempt)
         modules: list[torch.nn.Module] = []  # replicated
-        self.lanes = self._make_lanes(modules)
+        history = self._make_history(resumed)
+        self.lanes = self._make_lanes(modules, history)
         workers = self._gather_workers()
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environment(environment, resumed)
+        plugins: list[RunPlugin] = [] if history is None else [history]
         self.progress = self._make_progress(
-            attempt, environment, resumed, in_memory, modules, lock, exclusion
+            attempt, environment, resumed, in_memory, modules, lock, plugins
         )
         # What the script draws before its first loop, such as parameters, is then the same on all
         # workers, and does not depend on what was drawn while the run started.
@@ -181,8 +183,9 @@ class Session:
         """Say, and record, what differs from the environment in which the run was saved."""
         config, is_main = self.config, self._process.rank == 0
         before: Mapping[str, str] = resumed.info.get("environment", {})
-        # an own module may be imported later, as it was before
-        now = {**({} if config.read_only else self._files.on_disk(before)), **environment}
+        if not config.read_only:
+            self._files.expect(before)
+        now = {**({} if config.read_only else self._files.digests()), **environment}
         lines = compare_environments(
             before, now, resumed.step, is_main=is_main, is_strict=config.resume_strict
         )
@@ -197,7 +200,7 @@ class Session:
         in_memory: InMemorySnapshots,
         modules: list[torch.nn.Module],
         lock: DirectoryLock | None,
-        exclusion: Exclusion,
+        plugins: list[RunPlugin],
     ) -> Progress:
         """Return what counts steps, with the snapshots, checks and signals that it acts on."""
         config, world = self.config, self.world
@@ -230,7 +233,7 @@ class Session:
         line = None
         if config.progress:
             line = open_line(self._process, config.stop_after, self._exits.callback)
-        plugins: list[RunPlugin] = [] if line is None else [line]
+        plugins[:0] = [] if line is None else [line]
         if world.size > 1:
             plugins[:0] = [self.divergence, RandomPositions(self.devices)]
         self.restored = None
@@ -261,12 +264,24 @@ class Session:
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),
             resumed=resumed,
-            exclusion=exclusion,
+            exclusion=self._exclusion,
             lock=lock,
             on_end=self._samplers.close,
         )
 
-    def _make_lanes(self, modules: list[torch.nn.Module]) -> LaneEngine:
+    def _make_history(self, resumed: Snapshot | None) -> History | None:
+        """Return what writes the chain, on the worker that has a record of steps that count."""
+        record, config = self.record, self.config
+        if not isinstance(record, FileRecord) or is_observed() or self.replay is not None:
+            return None
+        begin = partial(record.begin_chain, config.seed)
+        state = {} if resumed is None else resumed.state["run"]
+        history = History(config, begin, self._files.digests, state)
+        hook = register_optimizer_step_pre_hook(history.before_update)
+        self._exits.callback(hook.remove)
+        return history
+
+    def _make_lanes(self, modules: list[torch.nn.Module], history: History | None) -> LaneEngine:
         """Return the engine, which checks every step of an optimizer until the run ends."""
         graphs = None
         if self.replay is None:  # which looks into each lane
@@ -279,7 +294,7 @@ class Session:
             plugins.insert(0, LaneObserver(self.world.rank, modules))
         elif self.replay is not None:
             plugins.insert(0, self.replay)
-        engine.use(plugins)
+        engine.use(plugins if history is None else [*plugins, history])
         self._exits.callback(engine.close)
         if graphs is not None:
             self._exits.callback(graphs.close)

@@ -17,7 +17,9 @@ from typing import Any, Final
 import torch
 
 from samestep.errors import SamestepError, SnapshotError
+from samestep.record.chain import EVENT, STATE
 from samestep.snapshot.commit import CommitProtocol, PeerFailedError, Retention, combine
+from samestep.snapshot.digest import run_state, state_digest
 from samestep.snapshot.files import DataFile
 from samestep.snapshot.manifest import Manifest
 from samestep.snapshot.part import (
@@ -28,7 +30,7 @@ from samestep.snapshot.part import (
     gpu_of,
     write_part,
 )
-from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots
+from samestep.snapshot.read import directory_name, fault, inspect, list_snapshots, step_of
 from samestep.snapshot.state import States, copy_plain
 from samestep.storage import make_folder
 
@@ -36,6 +38,7 @@ Event = tuple[str, dict[str, Any]]  # its kind and fields
 
 GIVE_UP_SECONDS: Final = 2.0  # for the thread, to notice that it must end
 COMMIT_SECONDS: Final = 1800.0  # at least, for the parts of all workers
+DIGEST_SECONDS: Final = 600.0  # for that of the last snapshot, at the end of a run
 _ATTEMPT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADVICE: Final = {
     errno.ENOSPC: "free some space there, or lower keep_last and keep_best",
@@ -91,7 +94,9 @@ class SnapshotWriter:
         # the commit of the last save, on this worker
         self.pending: Future[list[Event]] | None = None
         self._thread: threading.Thread | None = None  # writes the last save, then tidies up
-        self._tidied: deque[Event] = deque()  # removals, reported by the caller's thread
+        self._tidied: deque[Event] = deque()  # what follows commits, for the caller's thread
+        self._is_digested = threading.Event()  # the last committed snapshot, on rank 0
+        self._is_digested.set()
         self._given_up = threading.Event()
 
     def prepare(self, shared: States, own_states: States) -> None:
@@ -150,6 +155,8 @@ class SnapshotWriter:
         event = {"step": step, "path": str(path), "score": score, "stall_seconds": stall_seconds}
         work = partial(self._write, protocol, contribution, data, merge, event)
         self.pending, before = Future(), self._thread
+        if self._rank == 0:
+            self._is_digested.clear()
         write = partial(self._run, work, self.pending, path, before)
         # daemon: a file system that hangs must not keep the process alive
         self._thread = threading.Thread(target=write, name=f"write {path.name}", daemon=True)
@@ -158,10 +165,13 @@ class SnapshotWriter:
     def wait(self, tidy_seconds: float = 0.0) -> None:
         """Wait until the last save is committed, then `tidy_seconds` for old ones to be removed.
 
-        Raises `SnapshotError`, once, if the save failed.
+        With `tidy_seconds`, wait for its digest as well. Raises `SnapshotError`, once, if the save
+        failed.
         """
         if self.pending is not None:
             wait([self.pending])
+        if tidy_seconds:
+            self._is_digested.wait(DIGEST_SECONDS)
         if self._thread is not None:
             self._thread.join(tidy_seconds)  # 0.0: do not wait
         self.raise_if_failed()
@@ -250,13 +260,36 @@ class SnapshotWriter:
         except BaseException as error:  # noqa: BLE001  raised again by `raise_if_failed`
             pending.set_exception(error)
             self._on_news()
+            self._is_digested.set()
             return  # old snapshots stay
         self._on_news()
         if before is not None:
             before.join()
         if self._rank == 0:
+            self._tidied.extend(self._digest(directory))
+            self._is_digested.set()
             self._tidied.extend(self._remove_old(directory))
             self._on_news()
+
+    def _digest(self, directory: Path) -> list[Event]:
+        """Return an event with the digest of a snapshot of a run that has a chain."""
+        thread, started = threading.current_thread(), time.perf_counter()
+
+        def is_given_up() -> bool:  # a newer one will have its own
+            return self._given_up.is_set() or self._thread is not thread
+
+        try:
+            manifest = inspect(directory)
+            head = run_state(manifest, STATE)
+            digest = None if head is None else state_digest(directory, is_given_up)
+        except (OSError, SnapshotError) as error:
+            fields = {"step": step_of(directory), "reason": str(error)}
+            return [] if is_given_up() else [("state_failed", fields)]
+        if digest is None:
+            return []
+        seconds = time.perf_counter() - started
+        fields = {"step": manifest.step, "chain": head, "digest": digest, "seconds": seconds}
+        return [(EVENT, fields)]
 
     def _remove_old(self, directory: Path) -> list[Event]:
         """Remove old snapshots if the new one is valid."""

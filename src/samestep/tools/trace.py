@@ -22,6 +22,7 @@ from samestep.data.loader import LOADERS
 from samestep.errors import RecordError, VerifyError
 from samestep.plugins.observer import END, KILL
 from samestep.record.source import STARTS
+from samestep.snapshot.digest import sorted_plain
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
 from samestep.tools import first_failure, read_run, started
@@ -99,6 +100,7 @@ class ScriptTracer:
         self.buffers: set[str] = set()
         self.loaders: int | None = None  # the largest number of loader processes of a loop
         self.uses_graphs = False  # CUDA graphs of lanes
+        self.environment: Mapping[str, str] = {}  # of the last run
         self._variables: dict[str, dict[int, Values]] = {}  # by size and step
         self._command, self._steps = list(command), steps
 
@@ -114,6 +116,7 @@ class ScriptTracer:
             if not graphs:
                 environment["SAMESTEP_GRAPHS"] = "off"
             start = self._finish(size, directory, "never", environment)
+            self.environment = start["environment"]
             on_gpus = all(device.startswith("cuda") for device in start["devices"])
             self.uses_graphs |= on_gpus and start["config"]["graphs"] != "off"
             lanes = start["lanes"]
@@ -266,7 +269,7 @@ def hashes_of(states: Mapping[str, Any]) -> dict[str, str]:
     for name, state in states.items():
         plain, tensors = flatten({name: state})
         hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
-        hashes[f"plain state of {name}"] = _hash(json.dumps(_sorted(plain)).encode())
+        hashes[f"plain state of {name}"] = _hash(json.dumps(sorted_plain(plain)).encode())
     return hashes
 
 
@@ -300,16 +303,6 @@ def observations_of(entries: Sequence[Mapping[str, Any]], title: str) -> list[Ob
                 text = f"{name} differs {where}"
                 return [*observations, Observation(step, "tensors", text)]
     return observations
-
-
-def _sorted(plain: Any) -> Any:
-    """Return plain state with sorted dicts: the order of keys depends on the worker that saves."""
-    if isinstance(plain, dict):
-        return {
-            tag: sorted(map(_sorted, value), key=json.dumps) if tag == "dict" else _sorted(value)
-            for tag, value in plain.items()
-        }
-    return [_sorted(value) for value in plain] if isinstance(plain, list) else plain
 
 
 def _hash_tensor(tensor: Any) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from samestep.errors import VerifyError
+from samestep.errors import RecordError, VerifyError
 from samestep.host import GREEN, RED, colored, interrupts_deferred
 from samestep.launch.local import check_script
 from samestep.terminal import starting
 from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, explain
+from samestep.tools.golden import CannotJudgeError, Golden, judge
 
 # the fourth one captures (`WARM_UP_CALLS` in plugins/graph_choice.py)
 STEPS_WITH_GRAPHS: Final = 4
@@ -41,12 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kill", action="store_true", help=kill)
     seed = "seed that selects the workers to kill (default: 0)"
     add("--seed", type=int, default=0, metavar="N", help=seed)
+    golden = "also compare with the hashes in FILE, which is written if it does not exist"
+    add("--golden", type=Path, metavar="FILE", help=golden)
     add("script", help="training script; it must track the objects to compare (run.track)")
     add("arguments", nargs="...", help="arguments of the script")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Compare the runs; return 0 if all steps are the same, and 1 if any differs."""
+    """Compare the runs; return 0 if all steps are the same, and 1 if any differs.
+
+    With a golden file, return 2 if it is of another place. Raises `CannotJudgeError` if the script
+    does not run then, `VerifyError` without a file.
+    """
     parts = [part.strip() for part in options.workers.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,2})?", part) for part in parts):
         expected = "worker counts such as 1,2,4, or 1x2 for one worker with 2 devices"
@@ -56,13 +65,29 @@ def main(options: argparse.Namespace) -> int:
         condition = " with --kill" * options.kill
         raise VerifyError(f"--steps must be at least {least_steps}{condition}, got {options.steps}")
     check_script(options.script)
+    if options.golden is None:
+        return compare_sizes(options, parts)
+    golden = Golden.read(options.golden) if os.path.lexists(options.golden) else None
+    if golden is None:
+        Golden.check_writable(options.golden)
+    try:
+        return compare_sizes(options, parts, golden)
+    except (RecordError, VerifyError) as error:
+        raise CannotJudgeError(str(error)) from error
+
+
+def compare_sizes(
+    options: argparse.Namespace, parts: Sequence[str], golden: Golden | None = None
+) -> int:
+    """Run the script with each number of workers, and return the exit status."""
     with starting(), interrupts_deferred():
         from samestep.tools.trace import RunSize, ScriptTracer, kill_steps
 
     sizes = list(dict.fromkeys(RunSize(*map(int, part.split("x"))) for part in parts))
     by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
     largest, smallest = by_devices[-1], by_devices[0]
-    tracer = ScriptTracer([options.script, *options.arguments], options.steps, options.lanes)
+    last = options.steps if golden is None else golden.last
+    tracer = ScriptTracer([options.script, *options.arguments], last, options.lanes)
     # largest first: if the script sets no lanes, its worker count sets them for all runs
     by_size = {size: tracer.run(size) for size in reversed(by_devices[1:])}
     by_size[smallest], with_other_loaders = run_smallest(tracer, smallest, by_size.get(largest))
@@ -75,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
     note = ""
     if tracer.uses_graphs:
         runs.append(tracer.run(smallest, graphs=False))
-        if options.steps < STEPS_WITH_GRAPHS:
+        if last < STEPS_WITH_GRAPHS:
             note = (
                 "Note: no lane was a CUDA graph: they are captured in the fourth step at the"
                 f" earliest; use --steps {STEPS_WITH_GRAPHS}, or more"
@@ -84,7 +109,11 @@ def main(options: argparse.Namespace) -> int:
         note = describe_loaders(by_size[smallest], with_other_loaders, tracer) or note
     elif with_other_loaders is not None:  # in the runs that must be the same
         runs.append(with_other_loaders)
-    return print_report(runs, tracer.lanes or 0, tracer.observations, tracer.buffers, note)
+    status = print_report(runs, tracer.lanes or 0, tracer.observations, tracer.buffers, note)
+    if options.golden is None or status:
+        return status
+    now = Golden.of(runs[0], tracer.environment, tracer.lanes or 0, last)
+    return judge(options.golden, golden, now)
 
 
 def run_smallest(

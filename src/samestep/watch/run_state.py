@@ -277,8 +277,6 @@ class RunState:
             self.failures.append(event)
         if kind == "snapshot":
             self._add_score(event)
-        if kind == "forked":
-            self.forked = event
         if kind == "stalled":
             self.stall = to_text(event.get("reason"))
         if kind == "images_dropped":
@@ -288,6 +286,8 @@ class RunState:
             before, self.sinks[name] = self.sinks.get(name, {}), event
             # a change of `behind_bytes` alone is not news
             return any(before.get(field) != event.get(field) for field in ("error", "dropped"))
+        if kind == "state":
+            return False  # of a snapshot, which is there
         if kind == "loop":
             before, self.loop, self.loop_pace = self.loop or {}, event, None
             self.loops.add(str(event.get("name")))
@@ -428,6 +428,8 @@ class RunState:
         step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
         if kind == "loss_alert":
             detail = _describe_samples(event)
+        if kind == "forked":
+            self.forked = event
         self._list(TimelineEvent(time, kind, step, text, severity, detail))
 
     def _list(self, event: TimelineEvent) -> None:
