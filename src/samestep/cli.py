@@ -37,6 +37,9 @@ COMMANDS: Final = {
     "replay": Command("samestep.tools.replay", "repeat a step of a run and show each lane"),
     "compare": Command("samestep.tools.compare", "find the first step at which two runs differ"),
     "which": Command("samestep.tools.which", "print which steps of a run have used a sample"),
+    "receipt": Command(
+        "samestep.tools.receipt", "write and check a file that says what a run was", NOTHING_LEFT
+    ),
     "fork": Command("samestep.tools.fork", "start a run that shares the first steps of another"),
     "forget": Command("samestep.tools.forget", "train again from before some samples were used"),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),

@@ -10,14 +10,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
+from samestep.data.plan import array_digest
 from samestep.errors import RecordError
 from samestep.record import chain
 from samestep.record.chain import Chain, ChainFile, origin
 from samestep.record.cursor import FILE, Cursor
 from samestep.record.events import FILE_NAME, read_events
 from samestep.record.files import FOLDER, EventChunk, LocalFiles, Notes
+from samestep.record.orders import read_order, write_order
 from samestep.record.sinks import SinkAdapter
 from samestep.record.source import RunLocation, Source, open_source, read_history
+from samestep.tools.receipt import PARTS
+from samestep.tools.receipt import read as read_receipt
 from samestep.watch.curves import AXES
 from samestep.watch.report import make_report
 from samestep.watch.view import View
@@ -89,6 +95,7 @@ def targets(folder: Path) -> list[Target]:
         *_parts(folder / "parts"),
         *_sent(folder / "sent"),
         *_chains(folder / "chains"),
+        *_receipts(folder / "receipts"),
     ]
 
 
@@ -133,6 +140,35 @@ def record(random: Random) -> bytes:
         random.shuffle(written)
     data = b"\n".join(written) + b"\n"
     return mutate.of_bytes(random, data) if random.random() < 0.5 else data
+
+
+def _receipts(folder: Path) -> list[Target]:
+    (folder / FOLDER).mkdir(parents=True)
+    array = np.arange(9)
+    write_order(folder, array, array_digest(array))
+    (path,) = (folder / FOLDER).iterdir()
+    content = path.read_bytes()
+    parts = {part: {"steps": 3, "bytes": 9} for part in PARTS}
+    plain = {"format": 1, "samestep": "0", **parts, "digest": "0" * 64}
+
+    def order(random: Random) -> Path:
+        path.write_bytes(mutate.of_bytes(random, content))
+        return folder
+
+    def receipt(random: Random) -> Path:
+        data = mutate.as_json(random, mutate.of_json(random, plain))
+        (folder / "receipt").write_bytes(
+            mutate.of_bytes(random, data) if random.random() < 0.5 else data
+        )
+        return folder / "receipt"
+
+    def read_array(directory: Path) -> None:
+        assert read_order(directory, array_digest(array)).tolist() == array.tolist()
+
+    return [
+        Target("order", order, read_array, (RecordError,)),
+        Target("receipt", receipt, read_receipt, (RecordError,)),
+    ]
 
 
 def _events(folder: Path) -> list[Target]:

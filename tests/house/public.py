@@ -34,7 +34,7 @@ MODULES: dict[ModuleType, list[str]] = {
 }
 # needs optional packages, so it is read as source
 INTEGRATIONS = {"huggingface": ("Trainer", "TrainingArguments"), "lightning": ("fit",)}
-SYSTEMS = ("slurm", "kubernetes")
+ACTIONS = {"submit": ("slurm", "kubernetes"), "receipt": ("make", "check", "replay")}
 # of what loops yield; its other attributes are for the run
 BATCH = ("backward", "epoch", "lanes", "means")
 
@@ -102,10 +102,11 @@ def _commands() -> Iterator[str]:
     for command in cli.COMMANDS:
         yield f"samestep {command}"
         yield from _flags(f"samestep {command}", lambda name=command: cli.main([name, "--help"]))
-    for system in SYSTEMS:
-        command = f"samestep submit {system}"
+    for parent, action in [(name, action) for name in ACTIONS for action in ACTIONS[name]]:
+        command = f"samestep {parent} {action}"
         yield command
-        yield from _flags(command, lambda name=system: cli.main(["submit", name, "--help"]))
+        words = [parent, action, "--help"]
+        yield from _flags(command, lambda words=words: cli.main(words))
     command = "python -m samestep.record.exporter"
     yield command
     with patch.object(sys, "argv", [command, "--help"]):

@@ -1,0 +1,410 @@
+"""`samestep receipt`: a file that says what a run was, and commands that check it against the run.
+
+A receipt fixes the chain, the record, and the files of snapshots by their digests. `make` and
+`check` read only files, without torch, NumPy or data; `replay` repeats segments of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
+from samestep.host import GREEN, RED, colored, counted
+from samestep.launch.local import check_script
+from samestep.record.chain import Chain, Row, snapshots_of
+from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
+from samestep.record.source import STARTS
+from samestep.storage import open_regular, read_regular, write_atomically
+from samestep.tools import first_failure, started
+from samestep.tools.replay import OPTIONS, RecordedRun
+
+FORMAT: Final = 1
+LARGEST: Final = 2**26  # bytes of a receipt
+READ_BYTES: Final = 2**20
+HEX: Final = re.compile(r"[0-9a-f]{64}")
+SNAPSHOT: Final = re.compile(r"step-(\d{8,})")
+MANIFEST: Final = "manifest.json"
+OF_START: Final = (
+    *("event", "step", "lanes", "samestep", "torch", "environment", "settings", "command"),
+    *("commit", "dirty"),
+)
+OF_LOOP: Final = ("name", "step", "epochs", "steps_per_epoch", "samples", "batch_size", "plan")
+PARTS: Final = {  # of a receipt, and what each says
+    "chain": "the chain of steps",
+    "record": "the record",
+    "starts": "starts: code, options, environment",
+    "loops": "loops: plans and lengths of data",
+    "orders": "arrays of orders",
+    "snapshots": "snapshots",
+}
+LEFT: Final = (
+    "not checked: that these digests are of what the code does with its data; `samestep receipt"
+    " replay` repeats segments to see that"
+)
+NO_ANCHOR: Final = (
+    "no anchor: whoever can write to the run and the receipt can replace both; compare with a line"
+    " that was kept elsewhere, by --head"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `samestep receipt` to its parser."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    run, receipt = "directory of the run, which is only read", "receipt of `samestep receipt make`"
+    make = actions.add_parser("make", help="write the receipt of a run")
+    make.add_argument("run", type=Path, help=run)
+    out = "file to write (default: RUN/receipt.json)"
+    make.add_argument("--out", type=Path, metavar="FILE", help=out)
+    check = actions.add_parser("check", help="check a receipt, and a run against it")
+    check.add_argument("file", type=Path, help=receipt)
+    check.add_argument("run", type=Path, nargs="?", help=run)
+    head = "head or digest of the line that `make` printed, from where it was kept"
+    check.add_argument("--head", metavar="HEX", help=head)
+    replay = actions.add_parser("replay", help="repeat random segments between snapshots")
+    replay.add_argument("file", type=Path, help=receipt)
+    replay.add_argument("run", type=Path, help=run)
+    segments = "segments to repeat on one worker (default: 5)"
+    replay.add_argument("--segments", type=int, default=5, metavar="N", help=segments)
+    seed = "seed that chooses the segments (default: a random one, which is printed)"
+    replay.add_argument("--seed", type=int, metavar="N", help=seed)
+    module = "the script is a module, like python -m"
+    replay.add_argument("-m", "--module", action="store_true", help=module)
+    replay.add_argument("script", help="training script of the run")
+    replay.add_argument("arguments", nargs="...", help="arguments of the script")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the action; return 0, or 1 if something is not as the receipt says."""
+    if options.action == "make":
+        receipt, file = make(options.run), options.out or options.run / "receipt.json"
+        try:
+            write_atomically(file, _to_bytes(receipt))
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+        print(f"wrote {file}; keep this line elsewhere, such as in a commit:")
+        print(anchor_of(receipt))
+        return 0
+    receipt = read(options.file)
+    if options.action == "check":
+        verdicts = Verdicts()
+        check(receipt, options.run, options.head, verdicts)
+        return int(verdicts.differs)
+    return replay(receipt, options)
+
+
+def make(directory: Path, size: int | None = None, steps: int | None = None) -> dict[str, Any]:
+    """Return the receipt of a run, or of its record's first `size` bytes and first `steps` steps.
+
+    Raises `RecordError` if the run has no record or no chain, and `SnapshotError`.
+    """
+    digest, events, size = _read_record(directory, size)
+    starts, loops = [], []
+    for event in events:
+        if event.get("event") in STARTS:
+            is_other = event["event"] == "started" or not event.get("continues", True)
+            starts, loops = ([], []) if is_other else (starts, loops)
+            config = event.get("config", {})
+            starts.append(
+                {name: event.get(name) for name in OF_START}
+                | {"options": {name: config.get(name) for name in OPTIONS}}
+            )
+        elif event.get("event") == "loop":
+            loops.append({name: event.get(name) for name in OF_LOOP})
+    if not starts:
+        raise RecordError(f"{directory} has no record of a run")
+    orders = sorted((directory / "record").glob("order-*.npy"))
+    return {
+        "format": FORMAT,
+        "samestep": samestep_version(),
+        "chain": _describe_chain(directory, steps),
+        "record": {"bytes": size, "sha256": digest},
+        "starts": starts,
+        "loops": loops,
+        "orders": {path.name: _sha256(path) for path in orders},
+        "snapshots": _describe_snapshots(directory, steps),
+    }
+
+
+def _read_record(directory: Path, size: int | None) -> tuple[str, list[dict[str, Any]], int]:
+    """Return the SHA-256 of the record, its starts and loops, and the bytes of complete lines."""
+    digest, done, lines = hashlib.sha256(), 0, list[bytes]()
+    path = directory / FILE_NAME
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            for line in read_lines(file):
+                if not line.endswith(b"\n") or (size is not None and done >= size):
+                    break
+                digest.update(line)
+                done += len(line)
+                if b'"event":"loop"' in line or b'"continues":' in line:
+                    lines.append(line)
+    except OSError as error:
+        raise RecordError(f"cannot read a record at {path}: {error.strerror}") from error
+    return digest.hexdigest(), [*parse_events(lines)], done
+
+
+def _describe_chain(directory: Path, steps: int | None) -> dict[str, Any]:
+    with closing(Chain.open(directory)) as chain:
+        count = chain.first + len(chain)
+        count = count if steps is None else min(steps, count)
+        return {
+            "first": chain.first,
+            "start": chain.start.hex(),
+            "seed": chain.seed,
+            "steps": count,
+            "head": chain.head_after(count).hex(),
+        }
+
+
+def _describe_snapshots(directory: Path, steps: int | None) -> dict[str, Any]:
+    """Return the files of each complete snapshot, and what the record says of its state."""
+    states, described = snapshots_of(directory), {}
+    for path in sorted(directory.glob("step-*")):
+        match = SNAPSHOT.fullmatch(path.name)
+        if match is None or not (path / MANIFEST).is_file():
+            continue
+        at = int(match[1])
+        if steps is not None and at > steps:  # of the run's later steps
+            continue
+        state = states.get(at, {})
+        files = sorted(each for each in path.iterdir() if each.name != "keep.txt")
+        described[path.name] = {
+            "step": at,
+            "chain": state.get("chain"),
+            "state": state.get("digest"),
+            "files": {each.name: _sha256(each) for each in files},
+        }
+    return described
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            while piece := file.read(READ_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise SnapshotError(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _to_bytes(receipt: Mapping[str, Any]) -> bytes:
+    """Return a receipt with its own digest, as JSON for people and programs."""
+    return json.dumps({**receipt, "digest": _digest(receipt)}, indent=1).encode() + b"\n"
+
+
+def _digest(receipt: Mapping[str, Any]) -> str:
+    text = json.dumps(receipt, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def anchor_of(receipt: Mapping[str, Any]) -> str:
+    """Return the line that binds a receipt and its chain to the time when it is kept elsewhere."""
+    chain = receipt["chain"]
+    return f"samestep {chain['steps']} steps {chain['head']} receipt {_digest(receipt)}"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return a receipt, whose digest is that of its content. Raises `RecordError`."""
+    try:
+        receipt = json.loads(read_regular(file, LARGEST, follows_links=True))
+        if receipt["format"] != FORMAT:
+            text = f"{file} must have format {FORMAT}, got {receipt['format']!r}"
+            raise RecordError(f"{text}; install samestep {receipt.get('samestep')} to read it")
+        digest = receipt.pop("digest")
+        if digest == _digest(receipt) and all(
+            isinstance(receipt[part], (dict, list)) for part in PARTS
+        ):
+            int(receipt["chain"]["steps"]), int(receipt["record"]["bytes"])
+            return dict(receipt)
+    except OSError as error:
+        raise RecordError(f"cannot read a receipt at {file}: {error.strerror}") from error
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise RecordError(
+            f"{file} is no receipt of `samestep receipt make` ({type(error).__name__}: {error})"
+        ) from error
+    raise RecordError(f"{file} was changed after it was written: its digest is another one")
+
+
+class Verdicts:
+    """Prints what was compared; `differs` says whether anything was not as it should be."""
+
+    def __init__(self) -> None:
+        self.differs = False
+
+    def add(self, what: str, problem: str = "") -> None:
+        """Print a line about what was compared, with the problem if there is one."""
+        self.differs |= bool(problem)
+        verdict = colored("DIFFERENT", RED, sys.stdout) if problem else "as it should be"
+        verdict = verdict if problem else colored(verdict, GREEN, sys.stdout)
+        print(f"{what}: {verdict}" + (f", {problem}" if problem else ""))
+
+
+def check(
+    receipt: Mapping[str, Any], run: Path | None, head: str | None, verdicts: Verdicts
+) -> None:
+    """Compare a receipt with an anchor and the files of its run, and say what was compared."""
+    verdicts.add("the receipt's own digest")  # `read` has refused others
+    if head is not None:
+        if not HEX.fullmatch(head):
+            raise ConfigError(f"--head must be 64 hexadecimal digits, got {head!r}")
+        known = {receipt["chain"]["head"], _digest(receipt)}
+        problem = (
+            "" if head in known else f"neither the head nor the digest of {anchor_of(receipt)}"
+        )
+        verdicts.add("the anchor", problem)
+    if run is not None:
+        _check_run(receipt, run, verdicts)
+    for line in ([] if head else [NO_ANCHOR]) + ([LEFT] if run else []):
+        print(line)
+
+
+def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> None:
+    steps, size = int(receipt["chain"]["steps"]), int(receipt["record"]["bytes"])
+    what = f"all links of the chain, {counted(steps, 'step')}"
+    try:
+        with closing(Chain.open(run)) as chain:
+            chain.check()
+        verdicts.add(what)
+        what = "the files of the run"
+        found = make(run, size, steps)
+    except SamestepError as error:
+        verdicts.add(what, str(error))
+        return
+    for part, title in PARTS.items():
+        names = _differing(receipt[part], found[part])
+        verdicts.add(title, f"first in {names[0]}" if names else "")
+    verdicts.add("rates of the record and of the chain", _rates_differ(run, size, steps))
+
+
+def _differing(expected: Any, found: Any, place: str = "") -> list[str]:
+    """Return the places at which two values of JSON differ."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        keys = sorted({*expected, *found})
+        values = ((key, expected.get(key), found.get(key)) for key in keys)
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        values = ((str(n), *pair) for n, pair in enumerate(zip(expected, found, strict=True)))
+    else:
+        same = json.dumps(expected, sort_keys=True) == json.dumps(found, sort_keys=True)
+        return [] if same else [f"{place or 'all'}: {_short(expected)} -> {_short(found)}"]
+    return [name for key, *pair in values for name in _differing(*pair, f"{place} {key}".strip())]
+
+
+def _short(value: Any) -> str:
+    return "missing" if value is None else f"{json.dumps(value):.80}"
+
+
+def _rates_differ(run: Path, size: int, steps: int) -> str:
+    """Return at which step the record has a new learning rate and the chain has not, "" if none."""
+    before: dict[str, float] = {}
+    with closing(Chain.open(run)) as chain:
+        for event in _timings(run, size):
+            step, rates = event["step"], event["rates"]
+            changed = [name for name in rates if before.get(name, rates[name]) != rates[name]]
+            before |= rates
+            is_covered = chain.first < step < steps
+            if changed and is_covered and chain[step].rates == chain[step - 1].rates:
+                return f"first at step {step}: the record has another rate, and the chain not"
+    return ""
+
+
+def _timings(run: Path, size: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of steps that changed a learning rate, in the order of steps."""
+    found: dict[int, dict[str, Any]] = {}
+    with os.fdopen(open_regular(run / FILE_NAME), "rb") as file:
+        done, lines = 0, list[bytes]()
+        for line in read_lines(file):
+            done += len(line)
+            if done <= size and (b'"rates":' in line or b'"continues":' in line):
+                lines.append(line)
+    for event in parse_events(lines):
+        if event.get("event") in STARTS:  # which repeats what follows
+            found = {step: each for step, each in found.items() if step < event["step"]}
+        elif event.get("event") == "timing" and isinstance(event.get("rates"), dict):
+            found[int(event["step"])] = event
+    yield from (found[step] for step in sorted(found))
+
+
+def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """Repeat random segments of a run, and compare their rows and the states at their ends."""
+    check_script(options.script, as_module=options.module)
+    if options.segments < 1:
+        raise ConfigError(f"--segments must be at least 1, got {options.segments}")
+    run, verdicts = options.run, Verdicts()
+    _check_run(receipt, run, verdicts)
+    if verdicts.differs:
+        print("nothing was repeated, because the run is not that of the receipt")
+        return 1
+    segments = segments_of(receipt)
+    if not segments:
+        raise VerifyError("the receipt has no snapshot after its first step, so nothing to repeat")
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    chosen = random.Random(seed).sample(segments, min(options.segments, len(segments)))
+    command = ["-m"] * options.module + [options.script, *options.arguments]
+    for first, stop in sorted(chosen):
+        print(f"repeating steps {first} to {stop - 1} on 1 worker …", file=sys.stderr, flush=True)
+        with TemporaryDirectory(prefix="samestep-receipt-") as name:
+            problem = _repeat(run, first, stop, command, Path(name))
+        verdicts.add(f"steps {first} to {stop - 1}, and the state after them", problem)
+    steps = sum(stop - first for first, stop in chosen)
+    total = receipt["chain"]["steps"] - receipt["chain"]["first"]
+    print(
+        f"repeated {len(chosen)} of {counted(len(segments), 'segment')} (--seed {seed}): {steps} of"
+        f" {counted(total, 'step')}"
+    )
+    return int(verdicts.differs)
+
+
+def segments_of(receipt: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the steps [first, stop) from each snapshot to the next, and from the run's start."""
+    ends = sorted(each["step"] for each in receipt["snapshots"].values())
+    chain = receipt["chain"]
+    begins = [0] if chain["first"] == 0 and receipt["starts"][0]["event"] == "started" else []
+    places = sorted({*begins, *(end for end in ends if end <= chain["steps"])})
+    return [*pairwise(places)]
+
+
+def _repeat(run: Path, first: int, stop: int, command: list[str], folder: Path) -> str:
+    """Repeat steps [first, stop) of a run; return what differs, "" if nothing does."""
+    record = RecordedRun.read(run, stop - 1)
+    record.choose_end(to_next_snapshot=False)
+    with started(command, 1, folder, record.flags()) as process:
+        status = process.wait()
+    try:
+        repeated = Chain.open(folder)
+    except RecordError:
+        return (
+            f"the script ended with status {status} before step {first}:\n{first_failure(folder)}"
+        )
+    with closing(repeated), closing(Chain.open(run)) as chain:
+        steps = range(max(first, repeated.first), min(stop, repeated.first + len(repeated)))
+        differing: dict[str, int] = {}  # the first step, by part
+        for step in reversed(steps):
+            was, now = chain[step]._asdict(), repeated[step]._asdict()
+            differing |= {part: step for part in Row._fields if was[part] != now[part]}
+        if differing:
+            of_parts = (f"{part} from step {step}" for part, step in differing.items())
+            return ", ".join(of_parts)
+        if repeated.first + len(repeated) < stop:
+            text = f"the script ended with status {status} before step {stop}"
+            return f"{text}:\n{first_failure(folder)}"
+    from samestep.snapshot.digest import state_digest
+
+    name, recorded = f"step-{stop:08d}", snapshots_of(run).get(stop, {}).get("digest")
+    digest = state_digest(run / name)
+    if recorded not in {None, digest}:
+        return f"the record has another digest of the state after {stop} steps than {name}"
+    is_same = digest == state_digest(folder / name)
+    return "" if is_same else f"the state after {stop} steps is another one"
