@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 
 import numpy as np
 import pytest
-from samestep.tools.plans import History
 
 from samestep.cli import main
 from samestep.record import read_events
+from samestep.record.chain import Chain
+from samestep.tools.plans import History
 from tests.jobs import snapshots
 from tests.tools.branches import SIZE
 from tests.tools.test_fork import SCRIPT, call, means, start, state  # noqa: F401  a fixture
@@ -54,6 +56,8 @@ def test_a_run_that_forgets_has_the_bits_of_one_without(order, workers, epochs, 
     start(forgets, workers, arguments=arguments)
     start(scratch, 1, "--exclude", tmp_path / "samples.txt", arguments=arguments)
     assert state(forgets) == state(scratch) != state(trunk)
+    with closing(Chain.open(forgets)) as rows, closing(Chain.open(scratch)) as of_scratch:
+        assert [rows[step] for step in range(end)] == [of_scratch[step] for step in range(end)]
     assert content(trunk) == before
     (forked,) = [event for event in read_events(forgets) if event["event"] == "forked"]
     assert (forked["step"], forked["forgets"]) == (4, len(numbers))

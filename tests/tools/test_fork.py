@@ -21,6 +21,7 @@ from samestep.tools.replay import RecordedRun
 from tests.faults import flip_byte
 from tests.jobs import fingerprint
 from tests.python import run_python
+from tests.recipes.vit.test_train import SMALL
 from tests.tools import branches
 from tests.tools.test_replay import content
 
@@ -159,6 +160,24 @@ def test_all_steps_are_repeated_without_a_snapshot(trunk, tmp_path, call):
     assert status == 0, printed
     start(tmp_path / "twig", 4)
     assert state(tmp_path / "twig") == state(trunk)
+
+
+@pytest.mark.long
+def test_forks_of_a_recipe(tmp_path, call):
+    """A fork with nothing changed, and one with another rate that keeps the first steps."""
+    trunk, same, other = (tmp_path / name for name in ("trunk", "same", "other"))
+    module = "-m", "recipes.vit.train", *SMALL
+    run = "-m", "samestep", "run", "-n"
+    run_python(*run, 2, "--dir", trunk, "--snapshot-every", 3, *module, check=True)
+    for fork, change in ((same, []), (other, ["optimizer.learning_rate=0.005"])):
+        words = "--at", 5, "--dir", fork, "-n", 1, "--no-start", *module, *change
+        status, printed = call("fork", trunk, *words)
+        assert status == 0, printed
+        assert f"repeating 1 step of {trunk} from step-00000004" in printed
+        run_python(*run, 3, "--dir", fork, *module, *change, check=True)
+    assert state(same) == state(trunk)
+    old, new = means(trunk), means(other)
+    assert next(step for step in old if old[step] != new[step]) == "step 5"
 
 
 @pytest.mark.long
