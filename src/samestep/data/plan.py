@@ -107,7 +107,9 @@ class Plan(ABC):
 
         The samples are sorted, and may be left out; None if no batch has any of them.
         """
-        uses = self.uses(epoch, samples, range(stop)) if len(samples) else ()
+        if not len(samples):
+            return None
+        uses = self.uses(epoch, samples, range(stop))
         return int(uses[0, 0]) if len(uses) else None
 
     def compared(self, epoch: int, step: int) -> dict[str, int | bool | str]:
