@@ -141,7 +141,7 @@ def test_unusable_lengths_are_refused(lengths, max_tokens, error, words):
         TokenPlan(3, 2, 0, order=ByLength(lengths, max_tokens=max_tokens))
 
 
-def test_memory_is_8_bytes_per_sample():
+def test_memory_is_at_most_8_bytes_per_sample():
     lengths = lengths_of_text(10**6)
     tracemalloc.start()
     try:
@@ -150,5 +150,5 @@ def test_memory_is_8_bytes_per_sample():
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 8e6 <= kept < 9e6
+    assert 6e6 <= kept < 8e6
     assert peak < 40e6

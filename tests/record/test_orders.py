@@ -36,7 +36,7 @@ def test_small_numbers_take_a_byte_each(tmp_path):
 
 
 def test_no_more_than_the_limit_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(orders, "ORDER_BYTES", 500)
+    monkeypatch.setattr(orders, "ORDER_BYTES", 400)
     assert write_order(tmp_path, np.arange(200), "a")
     assert not write_order(tmp_path, np.arange(200) // 2, "b")
     assert write_order(tmp_path, np.arange(3), "c")
@@ -44,7 +44,7 @@ def test_no_more_than_the_limit_is_kept(tmp_path, monkeypatch):
 
 def test_a_disk_that_fails_is_an_error(tmp_path):
     (tmp_path / "record").write_text("a file")
-    with pytest.raises(RecordError, match=r"cannot write .*order-a\.npy"):
+    with pytest.raises(RecordError, match=r"cannot write .*order-a\.bin"):
         write_order(tmp_path, np.arange(3), "a")
     with pytest.raises(RecordError, match="cannot read the order of samples"):
         read_order(tmp_path, "a")

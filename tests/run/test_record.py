@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 from samestep.comm import watchdog
+from samestep.data.random_state import key
 from samestep.errors import RecordError
 from samestep.record import read_events
 from samestep.record.events import samestep_version
@@ -112,9 +113,11 @@ def test_loop_event_has_the_length_and_the_position(tmp_path):
         {name: value for name, value in event.items() if name not in {"time", "event"}}
         for event in events(tmp_path, "loop")
     ]
+    made_of = {"kind": "shuffled", "size": 10, "batch_size": 4, "lanes": 4, "drop_last": False}
+    plan["plan"] = {**made_of, "seed": key(0, "order train"), "shuffle": False, "given": {}}
     assert recorded == [
-        {"name": "train", "step": step, "epoch": epoch, "done": step, **plan}
-        for step, epoch in ((0, 0), (4, 1))
+        {"name": "train", "step": step, "epoch": epoch, "epoch_step": at, "done": step, **plan}
+        for step, epoch, at in ((0, 0, 0), (4, 1, 1))
     ]
 
 

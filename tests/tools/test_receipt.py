@@ -209,12 +209,12 @@ def snapshots_exchanged(at, draw):
 
 
 def order_byte(at, draw):
-    (path,) = (at / "run/record").glob("order-*.npy")
+    (path,) = (at / "run/record").glob("order-*.bin")
     flip(path, draw)
 
 
 def order_removed(at, draw):
-    (path,) = (at / "run/record").glob("order-*.npy")
+    (path,) = (at / "run/record").glob("order-*.bin")
     path.unlink()
 
 

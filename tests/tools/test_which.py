@@ -279,12 +279,22 @@ def test_a_sample_of_a_billion_is_found_at_once(tmp_path):
 
 def test_an_order_that_is_damaged_or_not_kept_is_named(tmp_path, monkeypatch):
     train(tmp_path / "run", CASES["a list"], stop_after=2, system_every=None)
-    (path,) = (tmp_path / "run/record").glob("order-*.npy")
+    (path,) = (tmp_path / "run/record").glob("order-*.bin")
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"\0")
     with pytest.raises(RecordError, match="is damaged: its content does not have the digest"):
         first_use(tmp_path / "run", [5])
-    path.write_bytes(content[:20])
+    for damaged in (
+        content[:-3],
+        content[:8],
+        b"",
+        b"<f9     " + content[8:],
+        b"|O      " + content[8:],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(RecordError, match="is damaged: "):
+            first_use(tmp_path / "run", [5])
+    path.unlink()
     with pytest.raises(RecordError, match="cannot read the order of samples in"):
         first_use(tmp_path / "run", [5])
     monkeypatch.setattr(orders, "ORDER_BYTES", 10)

@@ -238,6 +238,7 @@ class TokenPlan(ChunkedPlan):
         self._lengths = order.lengths.astype(np.min_scalar_type(order.max_tokens))
         by_length = np.argsort(negative, kind="stable")
         negative = negative[by_length]  # ascending, as searchsorted needs
+        by_length = by_length.astype(np.min_scalar_type(self.size))
         members, chunks, start = [], [], 0
         while start < self.size:
             longest = -int(negative[start])

@@ -247,7 +247,7 @@ class ChunkedPlan(Plan):
         if self.shuffle:
             order = small_permutation(len(members), self.seed, f"group {group}", epoch)
             positions = order[positions]
-        return members[positions]
+        return members[positions].astype(np.int64)  # groups may have smaller integers
 
     def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
         members, starts = np.concatenate(self._members), np.cumsum(self._sizes) - self._sizes

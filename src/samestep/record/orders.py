@@ -7,7 +7,6 @@ has used, without the script and its data.
 from __future__ import annotations
 
 import hashlib
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:  # readers of events need no numpy
     from numpy.typing import NDArray
 
 ORDER_BYTES: Final = 2**30  # of all arrays of a record
+HEADER_BYTES: Final = 8  # the kind of numbers; they follow, little endian
+KINDS: Final = {b"|u1", b"<u2", b"<u4", b"<u8", b"<i8", b"<f8"}
 
 
 def write_order(directory: Path, array: NDArray[Any], digest: str) -> bool:
@@ -33,14 +34,14 @@ def write_order(directory: Path, array: NDArray[Any], digest: str) -> bool:
         return True
     if array.dtype.kind in "iu" and array.min() >= 0:
         array = array.astype(np.min_scalar_type(array.max()))  # the values take 1 to 8 bytes
-    others = sum(other.stat().st_size for other in path.parent.glob("order-*.npy"))
+    others = sum(other.stat().st_size for other in path.parent.glob("order-*.bin"))
     if others + array.nbytes > ORDER_BYTES:
         return False
-    content = io.BytesIO()
-    np.save(content, array, allow_pickle=False)
+    array = array.astype(array.dtype.newbyteorder("<"))
+    content = array.dtype.str.encode().ljust(HEADER_BYTES) + array.tobytes()
     try:
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, content.getvalue())
+        write_atomically(path, content)
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror}") from error
     return True
@@ -55,14 +56,18 @@ def read_order(directory: Path, digest: str) -> NDArray[Any]:
 
     path = _path(directory, digest)
     try:
-        array = np.load(io.BytesIO(read_regular(path, 2 * ORDER_BYTES)), allow_pickle=False)
-    except (EOFError, MemoryError, OSError, ValueError) as error:
+        content = read_regular(path, 2 * ORDER_BYTES)
+    except OSError as error:
         raise RecordError(f"cannot read the order of samples in {path}: {error}") from error
-    array = np.ascontiguousarray(array, np.float64 if array.dtype.kind == "f" else np.int64)
+    kind, nbytes = content[:HEADER_BYTES].strip(), len(content) - HEADER_BYTES
+    if kind not in KINDS or nbytes <= 0 or nbytes % int(kind[-1:]):
+        raise RecordError(f"{path} is damaged: it does not begin with a kind of numbers")
+    array = np.frombuffer(content, kind.decode(), offset=HEADER_BYTES)
+    array = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
     if hashlib.blake2b(array.data, digest_size=8).hexdigest() != digest:
         raise RecordError(f"{path} is damaged: its content does not have the digest of its name")
     return array
 
 
 def _path(directory: Path, digest: str) -> Path:
-    return directory / FOLDER / f"order-{digest}.npy"
+    return directory / FOLDER / f"order-{digest}.bin"

@@ -110,7 +110,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
     Raises `RecordError` if the run has no record or no chain, and `SnapshotError`.
     """
     digest, events, size = _read_record(directory, size)
-    starts, loops = [], []
+    starts, loops = list[dict[str, Any]](), list[dict[str, Any]]()
     for event in events:
         if event.get("event") in STARTS:
             is_other = event["event"] == "started" or not event.get("continues", True)
@@ -124,7 +124,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
             loops.append({name: event.get(name) for name in OF_LOOP})
     if not starts:
         raise RecordError(f"{directory} has no record of a run")
-    orders = sorted((directory / "record").glob("order-*.npy"))
+    orders = sorted((directory / "record").glob("order-*.bin"))
     return {
         "format": FORMAT,
         "samestep": samestep_version(),
@@ -293,13 +293,16 @@ def _differing(expected: Any, found: Any, place: str = "") -> list[str]:
     """Return the places at which two values of JSON differ."""
     if isinstance(expected, dict) and isinstance(found, dict):
         keys = sorted({*expected, *found})
-        values = ((key, expected.get(key), found.get(key)) for key in keys)
+        values = [(key, expected.get(key), found.get(key)) for key in keys]
     elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        values = ((str(n), *pair) for n, pair in enumerate(zip(expected, found, strict=True)))
+        pairs = zip(expected, found, strict=True)
+        values = [(str(number), was, now) for number, (was, now) in enumerate(pairs)]
     else:
         same = json.dumps(expected, sort_keys=True) == json.dumps(found, sort_keys=True)
         return [] if same else [f"{place or 'all'}: {_short(expected)} -> {_short(found)}"]
-    return [name for key, *pair in values for name in _differing(*pair, f"{place} {key}".strip())]
+    return [
+        name for key, was, now in values for name in _differing(was, now, f"{place} {key}".strip())
+    ]
 
 
 def _short(value: Any) -> str:
