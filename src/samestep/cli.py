@@ -40,6 +40,8 @@ COMMANDS: Final = {
     "receipt": Command(
         "samestep.tools.receipt", "write and check a file that says what a run was", NOTHING_LEFT
     ),
+    "fork": Command("samestep.tools.fork", "start a run that shares the first steps of another"),
+    "forget": Command("samestep.tools.forget", "train again from before some samples were used"),
     "watch": Command("samestep.watch", "serve a web page that shows live runs"),
     "report": Command("samestep.watch.report", "write curves, tables and images to one HTML file"),
     "scale": Command(

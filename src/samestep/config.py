@@ -107,6 +107,11 @@ class Config:
         "steps whose batches make no update, such as 5000:5001 or 10:12,40:41 (the second number "
         "is not included); snapshots save them",
     )
+    exclude: Path | None = option(
+        None,
+        "file with the indices of samples to leave out: one per line, a .npy array, or JSON (a "
+        "list, or lists by loop); dir and snapshots save them",
+    )
     check_every: int | None = option(
         1000, "steps between checks that replicated state is equal on all workers, or none"
     )

@@ -90,6 +90,8 @@ def test_runs(server):
         "workers",
         "lanes",
         "noted",
+        "owner",
+        "forked",
         "principal",
         "share",
     }
@@ -140,6 +142,7 @@ def test_a_run(server):
         ),
         *("environment", "hosts"),
         *("noted", "tags", "note", "locked", "share", "principal", "principals"),
+        *("owner", "forked"),
     }
     assert [scalar["name"] for scalar in run["scalars"]] == ["loss", "<script>&x=1", "nan"]
 

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from samestep.data.plan import NONE, Indices, are_in
 from samestep.data.random_state import key
 from samestep.errors import DataError
 
@@ -89,7 +90,8 @@ class Use:
     """One use of a data set of `size` samples: which of them are compared, and when.
 
     They are compared at the start of the first use, and of each epoch or evaluation whose number is
-    a multiple of `every` (0: only at the first). `earlier` is the number of earlier uses.
+    a multiple of `every` (0: only at the first). `earlier` is the number of earlier uses. Samples
+    that are `excluded` (sorted indices) are not loaded.
     """
 
     where: str
@@ -97,6 +99,7 @@ class Use:
     seed: int
     every: int
     earlier: int = 0
+    excluded: Indices = field(default_factory=lambda: NONE)
 
     def is_due(self, number: int, *, at_start: bool = True) -> bool:
         """Return whether to compare now, at the start of the use or of a later epoch."""
@@ -105,7 +108,13 @@ class Use:
 
     def indices(self, number: int) -> list[int]:
         """Return the indices of the compared samples."""
-        return sorted({key(self.seed, "compare", number, n) % self.size for n in range(SAMPLES)})
+        drawn = (key(self.seed, "compare", number, n) % self.size for n in range(SAMPLES))
+        return sorted({self._next_kept(index) for index in drawn})
+
+    def _next_kept(self, index: int) -> int:
+        while len(self.excluded) and are_in(np.array([index]), self.excluded):
+            index = (index + 1) % self.size
+        return index
 
 
 class DataCheck:
@@ -122,7 +131,7 @@ class DataCheck:
         # JSON to send to all workers and to pass to `compare_notes`
         self.pending: dict[str, dict[str, Any]] = {}
 
-    def begin(self, dataset: Any, size: int, where: str) -> Use:
+    def begin(self, dataset: Any, size: int, where: str, excluded: Indices = NONE) -> Use:
         """Start and return a use of a data set; `where` describes it in errors."""
         reference, earlier = self._uses.get(id(dataset), (None, 0))
         if reference is not None and reference() is not dataset:  # its address was used again
@@ -134,7 +143,7 @@ class DataCheck:
         if earlier == 0 and self._datasets > NEW_DATASETS:
             earlier = self._datasets
         every = -(-SHARE * SAMPLES * self._workers // size) if self._workers > 1 else 0
-        return Use(where, size, self._seed, every, earlier)
+        return Use(where, size, self._seed, every, earlier, excluded)
 
     def add(self, use: Use, number: int, loads: Loads) -> None:
         """Send samples with the next exchange. Raises `DataError` if loading changed them."""

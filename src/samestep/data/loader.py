@@ -442,7 +442,7 @@ def plan_batches(
     comparison of the plans. Loader processes fetch across steps and epochs, so `positions` is
     iterated twice: once to fetch and once to yield.
     """
-    use = check.begin(dataset, plan.size, f"loop {name!r}")
+    use = check.begin(dataset, plan.size, f"loop {name!r}", plan.excluded)
     lane_source = LaneSource(plan, dataset, seed, collate_fn, loader_workers)
 
     def is_due(number: int, epoch: int, step: int) -> bool:

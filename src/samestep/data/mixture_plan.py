@@ -13,6 +13,7 @@ import numpy as np
 from samestep.data.plan import (
     Indices,
     Plan,
+    are_in,
     check_positive,
     dealt,
     in_order,
@@ -168,17 +169,28 @@ class MixturePlan(Plan):
         rows = zip(self._names, self._given[done].rows, self._sizes, strict=True)
         return {name: (number, number / size) for name, number, size in rows}
 
-    def counts(self, epoch: int, step: int) -> list[int]:
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
         return dealt(self._take(self._number(epoch, step)).batch_size, self.lanes)
 
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
         indices = self._indices(self._number(epoch, step))
         batch = len(indices)
         return indices[lane * batch // self.lanes : (lane + 1) * batch // self.lanes]
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         # sizes are compared at any step, and the others may change
-        return {"lanes": self.lanes, "seed": self.seed, "shuffle": self.shuffle}
+        options = {"lanes": self.lanes, "seed": self.seed, "shuffle": self.shuffle}
+        return {**options, **self._describe_excluded()}
+
+    def first_step_with(self, samples: Indices, epoch: int, stop: int) -> int | None:
+        """Return 0 if a sample was used in the run up to a step, which is known, else None."""
+        given = self._given[self._number(epoch, stop)].rows
+        used = (
+            self._span(n, 0, min(rows, size))
+            for n, (rows, size) in enumerate(zip(given, self._sizes, strict=True))
+            if rows
+        )
+        return 0 if len(samples) and any(are_in(rows, samples).any() for rows in used) else None
 
     def compared(self, epoch: int, step: int) -> dict[str, int | bool | str]:
         number = self._number(epoch, step)

@@ -321,11 +321,11 @@ class ShardPlan(ShuffledPlan):
         self._digest = array_digest(np.append(self._sizes, self._window))
         self._shards = lru_cache(CACHED_EPOCHS)(self._shuffled)
 
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
         shards, starts = self._shards(epoch)
         begin, end = self._lane_start[lane : lane + 2]
         at = begin + step * self._full_counts[lane]
-        stop = at + self.counts(epoch, step)[lane]
+        stop = at + self.planned_counts(epoch, step)[lane]
         # lanes start within a window, so that they do not all begin new ones in the same step
         origin = int(np.searchsorted(starts, begin, side="right")) - 1 - lane % self._window
         spans = [np.empty(0, dtype=np.int64)]

@@ -17,6 +17,7 @@ from samestep.data.random_state import Permutation, key
 from samestep.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
+NONE: Final[Indices] = np.empty(0, dtype=np.int64)
 GroupBy = Callable[[int], Hashable] | Sequence[Hashable] | NDArray[np.generic]
 SEARCHED: Final = 2**20  # positions of an order that are searched together
 
@@ -58,12 +59,12 @@ class Plan(ABC):
         """Steps that use all samples of an epoch."""
 
     @abstractmethod
-    def counts(self, epoch: int, step: int) -> list[int]:
-        """Return the number of samples of each lane; `step` counts within the epoch."""
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
+        """Return what `counts` does, with the samples that are left out."""
 
     @abstractmethod
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
-        """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
+        """Return what `indices` does, with the samples that are left out."""
 
     @abstractmethod
     def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
@@ -73,6 +74,43 @@ class Plan(ABC):
         """
 
     varies = False  # from step to step, by functions of the user
+    excluded = NONE  # sorted indices of samples that are left out
+
+    def exclude(self, indices: Indices) -> None:
+        """Leave out samples, by their sorted indices; all others stay in their steps and lanes."""
+        self.excluded = indices
+
+    def check_left(self) -> None:
+        """Raise `DataError` if no step of the first epoch has a sample that is not left out."""
+        steps = range(self.steps_per_epoch) if len(self.excluded) else ()
+        if steps and not any(any(self.counts(0, step)) for step in steps):
+            raise DataError(
+                f"exclude leaves out all samples that an epoch uses, {self.samples} in"
+                f" {self.steps_per_epoch} steps; leave out fewer"
+            )
+
+    def counts(self, epoch: int, step: int) -> list[int]:
+        """Return the number of samples of each lane; `step` counts within the epoch."""
+        planned = self.planned_counts(epoch, step)
+        if not len(self.excluded):
+            return planned
+        lanes = enumerate(planned)
+        return [len(self.indices(epoch, step, lane)) if count else 0 for lane, count in lanes]
+
+    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+        """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
+        planned = self.planned(epoch, step, lane)
+        return planned[~are_in(planned, self.excluded)] if len(self.excluded) else planned
+
+    def first_step_with(self, samples: Indices, epoch: int, stop: int) -> int | None:
+        """Return the first of the steps before `stop` of an epoch in whose batch a sample is.
+
+        The samples are sorted, and may be left out; None if no batch has any of them.
+        """
+        if not len(samples):
+            return None
+        uses = self.uses(epoch, samples, range(stop))
+        return int(uses[0, 0]) if len(uses) else None
 
     def compared(self, epoch: int, step: int) -> dict[str, int | bool | str]:
         """Return the values in which workers must agree, at a step of an epoch."""
@@ -88,7 +126,7 @@ class Plan(ABC):
 
     def to_record(self) -> dict[str, Any]:
         """Return what makes this plan again, with the array of `basis`, as JSON."""
-        return {"kind": self.kind, **asdict(self)}
+        return {"kind": self.kind, **asdict(self), **self._describe_excluded()}
 
     def basis(self, epoch: int) -> tuple[NDArray[Any], str] | None:
         """Return the array that an epoch's order is computed from, and its digest, if any."""
@@ -98,7 +136,10 @@ class Plan(ABC):
         """Return the values that identify the plan of an epoch."""
         options = asdict(self)
         del options["size"]
-        return {"samples": self.samples, **options}
+        return {"samples": self.samples, **options, **self._describe_excluded()}
+
+    def _describe_excluded(self) -> dict[str, str]:
+        return {"exclude": array_digest(self.excluded)} if len(self.excluded) else {}
 
 
 @dataclass(kw_only=True)
@@ -126,11 +167,11 @@ class ShuffledPlan(Plan):
         rounded = self.samples if self.drop_last else self.samples + self.batch_size - 1
         return rounded // self.batch_size
 
-    def counts(self, epoch: int, step: int) -> list[int]:
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
         left = self.samples - step * self.batch_size
         return self._full_counts.copy() if left >= self.batch_size else dealt(left, self.lanes)
 
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
         first = step * self.batch_size
         batch = min(self.batch_size, self.samples - first)
         start, stop = first + lane * batch // self.lanes, first + (lane + 1) * batch // self.lanes
@@ -190,13 +231,13 @@ class ChunkedPlan(Plan):
     def steps_per_epoch(self) -> int:
         return -(-int(self._first_chunk[-1]) // self._chunks_per_step)
 
-    def counts(self, epoch: int, step: int) -> list[int]:
+    def planned_counts(self, epoch: int, step: int) -> list[int]:
         groups, starts = self._chunks(epoch, step)
         sizes = np.minimum(self._sizes[groups] - starts, self._chunk[groups])
         counts: list[int] = sizes.tolist()
         return counts + [0] * (self.lanes - len(counts))
 
-    def indices(self, epoch: int, step: int, lane: int) -> Indices:
+    def planned(self, epoch: int, step: int, lane: int) -> Indices:
         groups, starts = self._chunks(epoch, step)
         if lane >= len(groups):
             return np.empty(0, dtype=np.int64)
@@ -321,6 +362,13 @@ def checked_array(values: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
         shape = f" of {array.dtype} {list(array.shape)}" if array.ndim else ""
         raise DataError(f"{expected}, got {type(values).__name__}{shape}")
     return array
+
+
+def are_in(indices: Indices, wanted: Indices) -> NDArray[np.bool_]:
+    """Return which indices are among the `wanted` ones, at least one, which are sorted."""
+    places = np.searchsorted(wanted, indices).clip(max=len(wanted) - 1)
+    found: NDArray[np.bool_] = wanted[places] == indices
+    return found
 
 
 def array_digest(array: NDArray[Any]) -> str:

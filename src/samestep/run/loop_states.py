@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from samestep.data.batch import LaneStream
+from samestep.data.exclude import Exclusion
 from samestep.data.mixture_plan import MixturePlan
 from samestep.snapshot.read import Snapshot
 
@@ -46,7 +47,7 @@ class Position:
 class LoopStates:
     """The state of all loops, by name; they take it from here when the script creates them."""
 
-    def __init__(self, resumed: Snapshot | None) -> None:
+    def __init__(self, resumed: Snapshot | None, exclusion: Exclusion) -> None:
         state = {} if resumed is None else resumed.state["run"]
         positions: dict[str, dict[str, Any]] = state.get("positions", {})
         self.positions = {name: Position(**at) for name, at in positions.items()}
@@ -57,6 +58,9 @@ class LoopStates:
         # what per-epoch loops have begun their epochs with
         self.orders: dict[str, Any] = dict(state.get("orders", {}))
         self.resumed_orders = dict(self.orders)
+        # the option, and the sorted indices of all samples that loops leave out
+        self.exclusion = exclusion
+        self.excluded: dict[str, Any] = dict(state.get("excluded", {}))
         # state by loop and lane, from which loops continue
         self.resumed_streams: dict[str, dict[int, Any]] = {}
         if resumed is not None:
@@ -81,7 +85,12 @@ class LoopStates:
     def state_dict(self) -> dict[str, Any]:
         """Return what is equal on all workers."""
         positions = {name: asdict(position) for name, position in self.positions.items()}
-        return {"positions": positions, "orders": dict(self.orders)}
+        sets = {
+            "exclude": self.exclusion.state_dict(),
+            "excluded": {name: own for name, own in self.excluded.items() if len(own)},
+        }
+        given = {name: own for name, own in sets.items() if own}
+        return {"positions": positions, "orders": dict(self.orders), **given}
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return the states of this worker's streams."""

@@ -10,10 +10,12 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Final, ParamSpec, TypeVar
 
+import numpy as np
+
 from samestep.data.batch import Batch, BeginLanes, LaneStream, steps_left, stream_batches
 from samestep.data.lane_body import counter_of
 from samestep.data.mixture_plan import MixturePlan
-from samestep.data.plan import Plan, check_end, check_positive
+from samestep.data.plan import NONE, Plan, check_end, check_positive
 from samestep.errors import ConfigError, DataError
 from samestep.run.loop_states import Position
 from samestep.run.progress import Progress
@@ -61,6 +63,7 @@ INSTEAD: Final = {
     "weights": "write order=ss.Weighted(weights) in run.batches",
     "lengths": BY_LENGTH,
     "max_tokens": BY_LENGTH,
+    "exclude": "it leaves out samples of training; evaluate a torch.utils.data.Subset",
     "pin_memory": "batches are pinned automatically if the device is a GPU",
 }
 
@@ -205,7 +208,9 @@ class PlannedLoop(Loop):
         plan = self._describe(at.epoch)
         names = {*at.plan, *plan} - {without}
         changed = sorted(name for name in names if at.plan.get(name) != plan.get(name))
-        if changed:
+        if changed == ["exclude"]:
+            self._refuse_used()
+        elif changed:
             old, new = (
                 ", ".join(f"{name}={description.get(name)}" for name in changed)
                 for description in (at.plan, plan)
@@ -216,6 +221,23 @@ class PlannedLoop(Loop):
                 "samples would be lost or repeated. Restore the old data or value (any file may "
                 "replace a removed one), resume from a snapshot that was taken at the end of an "
                 "epoch (resume=PATH), or start a new run"
+            )
+
+    def _refuse_used(self) -> None:
+        """Raise `DataError` if a sample is left out only now, or no longer, that was used.
+
+        All others stay where they are. So the rest of the epoch is that of one which has begun so.
+        """
+        at, excluded = self._position, self._plan.excluded
+        changed = np.setxor1d(excluded, self._progress.loops.excluded.get(self._name, NONE))
+        step = self._plan.first_step_with(changed, at.epoch, at.step)
+        if step is not None:
+            raise DataError(
+                f"exclude may not change within an epoch for samples that it has used: step {step}"
+                f" of epoch {at.epoch} of loop {self._name!r} used one of {len(changed)} samples,"
+                f" such as {changed[0]}, and the run resumes at step {at.step}. Restore exclude, or"
+                " resume from an earlier snapshot (resume=PATH); samestep forget finds one before"
+                " their first use in the run"
             )
 
     def _describe(self, epoch: int) -> dict[str, Any]:
@@ -276,6 +298,9 @@ class PlannedLoop(Loop):
                 )
         self._progress.complete_left_step()
         self._check_plan()  # now with its limit
+        if at.step:
+            at.plan = self._describe(at.epoch)  # with what is left out from here on
+        progress.loops.excluded[self._name] = self._plan.excluded
         if self._ends_with_epoch:
             self._check_end()
         self._progress.begin_pass(self._name)
@@ -288,6 +313,7 @@ class PlannedLoop(Loop):
             epochs=self._max_epochs,
             steps_per_epoch=self.steps_per_epoch,
             **planned,
+            **({"excluded": count} if (count := len(self._plan.excluded)) else {}),
         )
         if at.step and len(self):  # within an epoch
             self._progress.record_order(self._name, at.epoch, self._plan)
@@ -386,6 +412,7 @@ class StreamLoop(Loop):
                 " run.batches"
             )
         super().__init__(progress, name, begin)
+        progress.loops.exclusion.of(name, is_stream=True)  # refuses it
         left = steps_left(steps, self._position.done)
         self.steps = None if left is None else self._position.done + left
         self._lanes = lanes

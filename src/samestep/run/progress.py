@@ -12,9 +12,10 @@ import torch
 
 from samestep.config import Config
 from samestep.data.batch import Batch
+from samestep.data.exclude import Exclusion
 from samestep.data.generators import is_observed
 from samestep.data.mixture_plan import MixturePlan
-from samestep.data.plan import Plan
+from samestep.data.plan import Plan, array_digest
 from samestep.data.random_state import key, set_generators
 from samestep.errors import ConfigError, DataError, SnapshotError
 from samestep.metrics import Means
@@ -29,6 +30,7 @@ from samestep.snapshot.manager import SnapshotManager
 from samestep.snapshot.read import Snapshot
 from samestep.step.lane_engine import LaneEngine
 
+LEFT_OUT: Final = -1  # the epoch of the record's event about samples that a loop leaves out
 BODY: Final = "in the body of a loop"
 OUTSIDE: Final = "outside of loops"
 TRAINS_ON: Final = (
@@ -84,6 +86,7 @@ class Progress:
         *,
         alerts: LossAlerts,
         resumed: Snapshot | None,
+        exclusion: Exclusion,
         lock: DirectoryLock | None,
         on_end: Callable[[], object],
     ) -> None:
@@ -97,7 +100,7 @@ class Progress:
         self.alerts = alerts
         self.status, self.is_main = lanes.world.status, lanes.world.rank == 0
         state: Mapping[str, Any] = {} if resumed is None else resumed.state["run"]
-        self.loops = LoopStates(resumed)
+        self.loops = LoopStates(resumed, exclusion)
         self.step = self._first_step = state.get("step", 0)
         self.epoch: int = state.get("epoch", 0)
         self._loop = ""  # the name of the last loop that had a step or ended
@@ -142,6 +145,9 @@ class Progress:
         place = {"step": self.step, "epoch": at.epoch, "epoch_step": at.step, "done": at.done}
         recorded = None if plan is None else {**plan.to_record(), "given": at.mixture}
         self._record.event("loop", name=name, **place, **planned, plan=recorded)
+        if plan is not None and len(plan.excluded):
+            digest = array_digest(plan.excluded)
+            self._record.order(self.step, name, LEFT_OUT, plan.excluded, digest)
         self._plugins.begin_loop(name, planned)
 
     def record_order(self, loop: str, epoch: int, plan: Plan) -> None:

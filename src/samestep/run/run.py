@@ -10,19 +10,21 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
 from samestep.cluster import ProcessInfo
 from samestep.comm.connect import find_worker
 from samestep.config import Config, merge
+from samestep.data.exclude import Exclude, indices_of, within
 from samestep.data.generators import is_observed
 from samestep.data.loader import plan_batches
 from samestep.data.mixture import Mixture, plan_for
 from samestep.data.mixture_plan import BatchSize, MixturePlan, Weights
 from samestep.data.orders import Order
 from samestep.data.packed import Packed
-from samestep.data.plan import GroupBy
+from samestep.data.plan import NONE, GroupBy, Plan
 from samestep.data.random_state import add_seeder, key
 from samestep.errors import ConfigError, ModelError, OptimizerError
 from samestep.evaluate import Evaluation
@@ -325,6 +327,7 @@ class Run(Training, Collectives, Recording):
         loader_workers: int = 0,
         group_by: GroupBy | None = None,
         order: Order | None = None,
+        exclude: Exclude | None = None,
         name: str = "train",
     ) -> PlannedLoop:
         """Return a loop over the global batches of a map-style data set, one per step.
@@ -357,6 +360,10 @@ class Run(Training, Collectives, Recording):
                 length for all epochs. They may repeat or leave out samples. Indices need 8 bytes
                 each, for a function those of 4 epochs. It is called ahead and more than once per
                 epoch, with the global generators seeded for the epoch.
+            exclude: Indices of samples to leave out, or a file with them (one per line, a .npy
+                array, or a JSON list); of a mixture, also rows by the names of sources. All others
+                stay in their steps and lanes, which have fewer samples. They are left out in
+                addition to those of the option `exclude`.
             name: Name of the loop, under which its position is saved.
 
         Raises:
@@ -386,6 +393,7 @@ class Run(Training, Collectives, Recording):
         )
         sources = dataset.sources.values() if isinstance(dataset, Mixture) else [dataset]
         self._say({source.notice for source in sources if isinstance(source, Packed)})
+        self._leave_out(plan, dataset, exclude, name)
         # The loop asks for batches when it is iterated, from its position then.
         batches = partial(
             plan_batches,
@@ -403,6 +411,18 @@ class Run(Training, Collectives, Recording):
         if isinstance(plan, MixturePlan):
             return MixtureLoop(*loop, plan, batches, epochs=epochs, steps=steps)
         return PlannedLoop(*loop, plan, batches, epochs=epochs, steps=steps)
+
+    def _leave_out(self, plan: Plan, dataset: Any, exclude: Exclude | None, loop: str) -> None:
+        """Leave out samples of a loop: those of the option, and those that it has itself."""
+        sizes = dataset.sizes if isinstance(dataset, Mixture) else {}
+        own = NONE if exclude is None else indices_of(exclude, plan.size, sizes)
+        of_option = self._progress.loops.exclusion.of(loop)
+        plan.exclude(within(np.union1d(own, of_option), plan.size))
+        plan.check_left()
+        if count := len(plan.excluded):
+            self._say({f"loop {loop!r} leaves out {count:,} of {plan.size:,} samples"})
+        elif exclude is not None:
+            self._say({f"exclude of loop {loop!r} is empty: no sample is left out"})
 
     def _say(self, notices: set[str]) -> None:
         """Announce what is not said yet."""

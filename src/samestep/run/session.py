@@ -57,7 +57,7 @@ from samestep.run.environment import (
 )
 from samestep.run.process import StopRequest, SystemSampler, announce, gpu_names, set_up_devices
 from samestep.run.progress import Progress
-from samestep.run.start import SharedDirectory, Start
+from samestep.run.start import SharedDirectory, Start, read_exclusion
 from samestep.run.step_times import StepTimes
 from samestep.snapshot.in_memory import InMemorySnapshots
 from samestep.snapshot.manager import SnapshotManager, Tracked
@@ -135,7 +135,9 @@ class Session:
         # Before the lane engine, because a resumed run has the lanes of its snapshot. The state
         # waits in memory until the script tracks the objects that it belongs to.
         resumed = self.start.find_snapshot(in_memory)
-        self.config = config = self.start.config_of_run(resumed, len(self.devices))
+        config = self.start.config_of_run(resumed, len(self.devices))
+        self._exclusion, self.config = read_exclusion(config, resumed, world)
+        config = self.config
         # in the names of data files, so that no start overwrites those of another one
         attempt = world.broadcast_json(uuid.uuid4().hex[:8], "starting")
         # Only a start by the user can begin another history. Replacement workers continue this one.
@@ -263,6 +265,7 @@ class Session:
                 self.record, config, self.snapshots.keep_newest, is_main=world.rank == 0
             ),
             resumed=resumed,
+            exclusion=self._exclusion,
             lock=lock,
             on_end=self._samplers.close,
         )
@@ -394,6 +397,8 @@ class Session:
         try:
             self.lanes.check_late()
             self.progress.end_run()
+            if unused := self.progress.loops.exclusion.unused:
+                self._warn(f"exclude names loops that the script has not: {', '.join(unused)}")
         except Exception as error:
             self.report_failure(error)
             raise

@@ -13,7 +13,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from samestep.comm.base import World
+from samestep.comm.together import call_once
 from samestep.config import Config, is_url
+from samestep.data.exclude import NAME, Exclusion, merged, read_loops, write_loops
 from samestep.errors import ConfigError, SnapshotError
 from samestep.masking import mask_urls
 from samestep.record import Record
@@ -288,6 +290,32 @@ def with_skipped_batches(config: Config, resumed: Snapshot | None) -> Config:
             )
     texts = ",".join(str(text) for text in (saved, config.skip_batches) if text)
     return replace(config, skip_batches=",".join(dict.fromkeys(texts.split(","))) or None)
+
+
+def read_exclusion(
+    config: Config, resumed: Snapshot | None, world: World
+) -> tuple[Exclusion, Config]:
+    """Return the samples that the run leaves out, and the options with the file that has them.
+
+    They are those of the option, of the run's directory and of its snapshot, in which they stay, so
+    that a later start needs no option. Collective; raises `ConfigError` and `DataError` on rank 0.
+    """
+    saved = {} if resumed is None else resumed.state["run"].get("exclude", {})
+
+    def read() -> dict[str, list[int]]:
+        kept = [] if config.dir is None else [config.dir / NAME]
+        paths = [path for path in kept if path.exists()]
+        paths += [] if config.exclude is None else [config.exclude]
+        loops = merged([saved, *map(read_loops, paths)])
+        if not any(loops.values()) and config.exclude is not None:
+            announce(f"exclude={config.exclude} is empty: no sample is left out")
+        if any(loops.values()) and config.dir is not None:
+            write_loops(config.dir, loops)
+        return {loop: indices for loop, indices in loops.items() if indices}
+
+    loops = call_once(world, read, "reading which samples are left out")
+    file = config.dir / NAME if loops and config.dir is not None else config.exclude
+    return Exclusion(loops), replace(config, exclude=file)
 
 
 def resolve_lanes(config: Config, workers: int, devices: int, resumed: Snapshot | None) -> int:

@@ -305,14 +305,17 @@ def last_own_step(config: Config, resumed: Snapshot | None, owner: Owner | None 
     """Return up to which step snapshots in `dir` belong to the history that the run continues.
 
     It is -1 if none do: the run `owner` is new, or continues a snapshot of another run, one in
-    another directory, or one that was downloaded from a URL other than `remote`.
+    another directory, or one that was downloaded from a URL other than `remote`. A snapshot of
+    another run that nobody names is that with which the run in `dir` has begun.
     """
-    if resumed is None or config.dir is None or (owner and owner.is_of_another_run(resumed)):
+    is_named = config.resume != "auto"
+    is_foreign = owner is not None and resumed is not None and owner.is_of_another_run(resumed)
+    if resumed is None or config.dir is None or (is_foreign and is_named):
         return -1
     if resumed.in_memory:
         return resumed.step
     name = config.resume.rstrip("/").rpartition("/")[2]
     # Downloaded from elsewhere, a snapshot starts a new history in `dir`.
-    is_foreign = is_url(config.resume) and not names_remote(config)
+    is_elsewhere = is_url(config.resume) and not names_remote(config)
     is_in_dir = resumed.path.resolve().parent == config.dir.resolve()
-    return resumed.step if is_in_dir and not (is_foreign and resumed.path.name == name) else -1
+    return resumed.step if is_in_dir and not (is_elsewhere and resumed.path.name == name) else -1

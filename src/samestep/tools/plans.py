@@ -74,7 +74,8 @@ class Stretch:
     def uses(self, samples: Indices) -> list[Use]:
         """Return where the steps use some different samples, in order."""
         plan, size = self.plan(), sum(sizes_of(self.recorded).values())
-        rows = plan.uses(self.epoch, samples[samples < size], self.steps).tolist()
+        kept = np.setdiff1d(samples[samples < size], plan.excluded)
+        rows = plan.uses(self.epoch, kept, self.steps).tolist()
         shift = self.first - self.epoch_step
         return [Use(shift + step, self.loop, self.epoch, lane, row) for step, lane, row in rows]
 
@@ -177,7 +178,9 @@ class History:
                 first, epoch, epoch_step = stop, epoch + 1, 0
 
     def _mixture_of(self, event: Mapping[str, Any]) -> MixturePlan:
-        return _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
+        plan = _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
+        _leave_out(plan, event["plan"], self.directory)
+        return plan
 
     def _plan_of(self, event: Mapping[str, Any], epoch: int) -> Plan:
         recorded, loop = event.get("plan"), str(event["name"])
@@ -246,6 +249,18 @@ def first_rows(recorded: Mapping[str, Any] | None) -> dict[str, int]:
 def _plan(text: str, directory: Path, digest: str) -> Plan:
     """Make the plan of a loop with one data set again, from JSON and an array of the record."""
     recorded = json.loads(text)
+    plan = _whole_plan(recorded, directory, digest)
+    _leave_out(plan, recorded, directory)
+    return plan
+
+
+def _leave_out(plan: Plan, recorded: Mapping[str, Any], directory: Path) -> None:
+    """Leave out of a plan what it has left out."""
+    if digest := recorded.get("exclude"):
+        plan.exclude(read_order(directory, str(digest)))
+
+
+def _whole_plan(recorded: Mapping[str, Any], directory: Path, digest: str) -> Plan:
     kind, size = recorded["kind"], int(recorded["size"])
     sizes = size, recorded["batch_size"], recorded["lanes"], recorded["seed"]
     options = {"shuffle": recorded["shuffle"], "drop_last": recorded.get("drop_last", False)}

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # --help must not load torch
 # options that results depend on; they are those of the record
 OPTIONS: Final = (
     *("lanes", "seed", "precision", "exchange_dtype", "device", "threads", "deterministic"),
-    *("process_group", "nonfinite_loss", "skip_batches"),
+    *("process_group", "nonfinite_loss", "skip_batches", "exclude"),
 )
 # turned off; a lane that is checked again would be shown and debugged twice
 QUIET: Final = ("snapshot_every", "hot_every", "system_every", "check_every", "recheck_every")
@@ -60,15 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Repeat the step; return 0 if all steps are those of the record, and 1 if any differs."""
     check_script(options.script, as_module=options.module)
-    try:
+    with damage_explained(options.run):
         record = RecordedRun.read(options.run, options.step)
         record.choose_end(to_next_snapshot=options.compare_state)
         lanes, flags = int(record.start["lanes"]), record.flags()
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, SamestepError):
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise RecordError(f"the record in {options.run} is damaged ({reason})") from error
     if options.lane is not None and not 0 <= options.lane < lanes:
         raise ConfigError(f"--lane must be a lane from 0 to {lanes - 1}, got {options.lane}")
     if not 1 <= options.worker_count <= lanes:
@@ -101,6 +96,18 @@ def main(options: argparse.Namespace) -> int:
         return int(report.differs)
 
 
+@contextmanager
+def damage_explained(directory: Path) -> Iterator[None]:
+    """Raise `RecordError` for what is wrong in the record of a run that the block reads."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, SamestepError):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise RecordError(f"the record in {directory} is damaged ({reason})") from error
+
+
 @dataclass
 class RecordedRun:
     """What the record of a run says about a step and those before it.
@@ -125,6 +132,19 @@ class RecordedRun:
     @classmethod
     def read(cls, directory: Path, step: int) -> RecordedRun:
         """Read the record of a run. Raises `SamestepError` if it cannot be repeated to the step."""
+        return cls._read(directory, step, "--step", 0)
+
+    @classmethod
+    def read_to(cls, directory: Path, steps: int, option: str) -> RecordedRun:
+        """Do the same for the first `steps` steps, at the end of which the snapshot may be.
+
+        Every byte of the snapshot is read. `option` is the name of the number of steps in errors.
+        """
+        return cls._read(directory, steps - 1, option, 1)
+
+    @classmethod
+    def _read(cls, directory: Path, step: int, option: str, more: int) -> RecordedRun:
+        """Read what repeats a step, for an `option` that is `more` than the step."""
         starts: list[Mapping[str, Any]] = []
         alert: Mapping[str, Any] = {}
         reached = -1
@@ -142,28 +162,38 @@ class RecordedRun:
             raise RecordError(f"{directory} has no record of a run")
         covering = [start for start in starts if start["step"] <= step]
         if step < 0 or not covering or (step > reached and step > starts[-1]["step"]):
-            first, last = starts[0]["step"], max(reached, 0)
-            text = f"--step must be a step from {first} to {last}, as in the record, got {step}"
-            raise ConfigError(text)
-        snapshot, first, workers = cls._find_start(directory, step, starts)
-        means = {at: values for at, values in _means_of(directory).items() if at >= first}
-        return cls(directory, step, covering[-1], snapshot, first, workers, means, alert)
+            first, last = starts[0]["step"] + more, max(reached, 0) + more
+            raise ConfigError(
+                f"{option} must be a step from {first} to {last}, as in the record, got"
+                f" {step + more}"
+            )
+        snapshot, first, workers = cls._find_start(directory, step + more, starts, is_read=more > 0)
+        means = {at: values for at, values in means_of(directory).items() if at >= first}
+        start, end = covering[-1], step + 1
+        return cls(directory, step, start, snapshot, first, workers, means, alert, end)
 
     @staticmethod
     def _find_start(
-        directory: Path, step: int, starts: Sequence[Mapping[str, Any]]
+        directory: Path, step: int, starts: Sequence[Mapping[str, Any]], *, is_read: bool
     ) -> tuple[Path | None, int, int]:
-        """Return the snapshot to begin with, its step and the workers that wrote it."""
+        """Return the snapshot to begin with, its step and the workers that wrote it.
+
+        If it `is_read`, all of its bytes are, and damaged ones are named.
+        """
         with starting(), interrupts_deferred():
-            from samestep.snapshot.read import inspect, list_snapshots, step_of
+            from samestep.snapshot.read import check, inspect, list_snapshots, step_of
 
         paths = [path for path in list_snapshots(directory) if (step_of(path) or 0) <= step]
         origin = starts[0].get("snapshot")
         # of another run, from which this one began
         paths = [*([Path(origin)] if origin and starts[0]["step"] <= step else []), *paths]
         for path in reversed(paths):
-            with suppress(SnapshotError):
-                manifest = inspect(path)
+            try:
+                manifest = check(path) if is_read else inspect(path)
+            except SnapshotError as error:
+                if is_read:
+                    print(f"skipped: {error}", file=sys.stderr)
+            else:
                 return path, manifest.step, manifest.workers
         if starts[0]["event"] == "started":
             return None, 0, 0
@@ -261,7 +291,7 @@ class Report:
             yield f"not as in the record, so bits may differ:\n{lines}"
         else:
             yield "program and environment: as in the record"
-        yield from self._compare_means(_means_of(folder))
+        yield from self._compare_means(means_of(folder))
         yield from self._compare_state()
 
     def _verdict(self, *, differs: bool) -> str:
@@ -376,7 +406,7 @@ def _print_table(reports: Sequence[Mapping[str, Any]]) -> None:
         print(f"{line}  {printable(row[-1])}".rstrip())
 
 
-def _means_of(directory: Path) -> dict[int, dict[str, float]]:
+def means_of(directory: Path) -> dict[int, dict[str, float]]:
     """Return the logged means of each step in a run's record."""
     means: dict[int, dict[str, float]] = {}
     for event in read_history(directory):

@@ -167,6 +167,7 @@ class RunState:
         self.epoch: int | None = None
         self.loop: Event | None = None
         self.loops: set[str] = set()  # the names of all
+        self.forked: Event | None = None  # from which run, and at which step
         self.plans: list[SamplePlan] = []  # of the loops, where they differ
         self.paces: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)  # (steps done, time)
         self.loop_pace: tuple[float, float] | None = None  # the first one of the current loop
@@ -427,6 +428,8 @@ class RunState:
         step, detail = to_int(event.get("step")), to_text(event.get("traceback"))
         if kind == "loss_alert":
             detail = _describe_samples(event)
+        if kind == "forked":
+            self.forked = event
         self._list(TimelineEvent(time, kind, step, text, severity, detail))
 
     def _list(self, event: TimelineEvent) -> None:
@@ -604,5 +607,6 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "sink": (INFO, _describe_sink),
     "batch_skipped": (BAD, "skipped a batch: {reason}"),
     "loss_alert": (BAD, "{reason}"),
+    "forked": (INFO, "forked from {trunk} at step {step}"),
     "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
 }

@@ -203,6 +203,10 @@ class View:
             "principal": name
             and {"role": role, "name": name, "last": last, "goal": goal_of(name, score)},
             "noted": self.source.notes and self.source.notes.version(),
+            # its id, and the run of which it is a fork, if any
+            "owner": to_text(run.start.get("run")),
+            "forked": run.forked
+            and {"run": to_text(run.forked.get("run")), "step": to_int(run.forked.get("step"))},
         }
 
     def summary(self) -> dict[str, Any]:

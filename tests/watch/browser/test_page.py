@@ -206,6 +206,29 @@ def test_versions_and_hosts_of_two_runs_are_compared(place, page, names):
     assert "environment.cuda" not in values
 
 
+@pytest.mark.long
+def test_forks_are_listed_below_the_run_that_they_share_steps_with(place, page, names):
+    trunk, fork, twig = (place / next(names) for _ in range(3))
+
+    def forked(step, of):
+        return {"event": "forked", "step": step, "run": of, "trunk": "/runs/trunk"}
+
+    append(trunk, started(run="trunk"), *losses(0, 1, 2))
+    append(fork, *losses(0, 1), forked(2, "trunk"), started(2, kind="resumed", run="fork"))
+    append(twig, forked(2, "fork"), started(2, kind="resumed", run="twig"))
+    page.open(trunk.name)
+    depths = page.until(
+        "const items = [...document.querySelectorAll('#runs li')];"
+        "const found = items.filter(({ dataset }) => arguments[0].includes(dataset.run));"
+        "if (!found.some(({ style }) => style.getPropertyValue('--depth') === '2')) return null;"
+        "return found.map(({ dataset, style }) =>"
+        " [dataset.run, style.getPropertyValue('--depth')])",
+        [trunk.name, fork.name, twig.name],
+    )
+    assert depths == [[trunk.name, "0"], [fork.name, "1"], [twig.name, "2"]]
+    assert "forked at 2" in page.text(f"#runs li[data-run='{twig.name}']")
+
+
 def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):
     runs = [place / next(names) for _ in range(3)]
     for run, rate, score in zip(runs, (0.1, 0.3, 0.2), (0.7, 0.9, 0.8), strict=True):

@@ -57,7 +57,11 @@ export function sidebar(root) {
     });
     order.value = state.order in ORDERS ? state.order : "";
     const rows = (ORDERS[order.value] ?? ((all) => all))(fitting());
-    arrange(rows.map(({ id }) => id));
+    const tree = family(rows);
+    arrange(tree.map(([{ id }]) => id));
+    tree.forEach(([{ id }, depth]) => {
+      items.get(id).element.style.setProperty("--depth", String(depth));
+    });
     all.textContent = rows.every(({ id }) => state.shown.includes(id)) ? "Only one" : "Show all";
   }
   return { update };
@@ -80,6 +84,18 @@ function byScore(rows) {
     const [a, b] = [place(one), place(other)];
     return a[0] - b[0] || a[1] - b[1];
   });
+}
+
+/** Return each run with its depth in a family: a fork follows the run whose steps it shares. */
+export function family(rows) {
+  const parent = (row) => row.forked?.run && rows.find(({ owner, forked }) =>
+    owner === row.forked.run && forked?.run !== owner);
+  const children = Map.groupBy(rows, (row) => parent(row)?.id);
+  const below = (id, depth) => (children.get(id) ?? [])
+    .flatMap((row) => [[row, depth], ...below(row.id, depth + 1)]);
+  const found = below(undefined, 0);
+  const listed = new Set(found.map(([row]) => row)); // not those that name each other
+  return [...found, ...rows.filter((row) => !listed.has(row)).map((row) => [row, 0])];
 }
 
 const isHidden = ({ id }) => !state.shown.includes(id);
@@ -111,6 +127,7 @@ function item(id) {
     const line = h("span", { class: "line" }, parts.flatMap((one) => [" ", one]));
     line.title = line.textContent.trim().replace("@", "at step ");
     note.replaceChildren(line);
+    if (row.forked) note.append(` · forked at ${count(row.forked.step)}`);
     if (row.nonfinite.length) {
       note.append(" ", h("span", { class: "state", "data-state": "nonfinite" }, "not finite"));
     }
