@@ -44,10 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the plan; return 0 if it is complete, and 1 if something could not be seen."""
-    try:
-        entries = plan(options.script)
-    except RecursionError as error:
-        raise ConfigError(f"{options.script} is nested too deeply; expected a script") from error
+    entries = plan(options.script)
     if options.json:
         text = json.dumps([asdict(entry) for entry in entries], indent=1)
     else:
@@ -57,10 +54,16 @@ def main(options: argparse.Namespace) -> int:
 
 
 def plan(script: Path) -> list[Entry]:
-    """Return the entries of a script's plan, by kind; the last one says how to prove the result."""
+    """Return the entries of a script's plan, by kind; the last one says how to prove the result.
+
+    Raises `ConfigError` if the script cannot be read.
+    """
     sources, missing = read_sources(script)
     uses = any(each.means.partition(".")[0] == "samestep" for each in sources[0].imports)
-    entries = [] if uses else Scan(sources, missing).entries
+    try:
+        entries = [] if uses else Scan(sources, missing).entries
+    except RecursionError as error:
+        raise ConfigError(f"{script} is nested too deeply; expected a training script") from error
     entries.sort(key=lambda entry: (KINDS.index(entry.kind), entry.file, entry.line))
     return [*entries, proof(sources[0], already=uses)]
 

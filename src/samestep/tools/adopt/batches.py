@@ -36,10 +36,12 @@ class Batches:
         dataset = given.get("dataset", values[0])
         size = given.get("batch_size", values[1])
         sampler = given.get("batch_sampler")
-        made = self._names.assigned.get(dotted(sampler), [sampler])
+        made = [*self._names.assigned.get(dotted(sampler), []), sampler]
         for call in (each for each in made if isinstance(each, ast.Call)):
             keywords = {each.arg: each.value for each in call.keywords}
             size = keywords.get("batch_size", call.args[1] if len(call.args) > 1 else size)
+        if isinstance(size, ast.Constant) and size.value is None:
+            return dataset, None
         if size is None and "batch_sampler" not in given and not _has_more(loader):
             size = ast.Constant(1)  # torch's default
         return dataset, size
@@ -106,17 +108,18 @@ class Batches:
     def _accumulation(self) -> tuple[str, bool]:
         """Return the number of micro-batches of an update, and whether workers divide it."""
         for node in self._names.nodes:
-            if isinstance(node, ast.Name | ast.Attribute) and "<accumulation>" in self._names.name(
-                node
-            ):
-                values = self._names.assigned.get(dotted(node), [])
-                for number in [*values, node]:
-                    base, is_divided = self._undivided(number)
-                    if is_divided:
-                        return code(base), True
-                return dotted(node), False
             if isinstance(node, ast.keyword) and node.arg == "gradient_accumulation_steps":
                 return code(node.value), False
+            by = [node.right] if isinstance(node, ast.BinOp) else []
+            by += [node.value] if isinstance(node, ast.AugAssign) else []
+            by += node.args if self._names.name(node).endswith("range()") else []
+            for number in by:
+                if self._names.role(number) == "accumulation":
+                    values = [*self._names.assigned.get(dotted(number), []), number]
+                    divided = [
+                        base for base, is_divided in map(self._undivided, values) if is_divided
+                    ]
+                    return code(divided[0] if divided else number), bool(divided)
         return "", False
 
 
@@ -130,15 +133,20 @@ def grouped(text: str) -> str:
     return text if is_simple else f"({text})"
 
 
-def options_of(loader: ast.expr, *, is_training: bool) -> str:
+def options_of(loader: ast.expr, names: Names, *, is_training: bool) -> str:
     """Return the options of a DataLoader that stay, as `run.batches` or `run.evaluate` has them."""
     keywords = {e.arg: e.value for e in loader.keywords} if isinstance(loader, ast.Call) else {}
     texts = {name: code(value) for name, value in keywords.items()}
     kept = {
         OPTIONS[name]: texts[name] for name in OPTIONS if texts.get(name) not in {None, "False"}
     }
+    sampler = keywords.get("sampler")
+    made = " ".join(
+        map(code, [sampler, *names.assigned.get(dotted(sampler), [])] if sampler else [])
+    )
+    is_fixed = texts.get("shuffle") == "False" if not sampler else "shuffle=False" in made
     if not is_training:
         kept.pop("drop_last", None)
-    elif not KINDS_OF_ORDER & keywords.keys() or texts.get("shuffle") == "False":
+    elif is_fixed or not KINDS_OF_ORDER & keywords.keys():
         kept["shuffle"] = "False"
     return "".join(f", {name}={text}" for name, text in kept.items())

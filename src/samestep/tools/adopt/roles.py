@@ -23,7 +23,9 @@ MADE_BY: Final = {
     "model": matcher(
         "*DistributedDataParallel()", "*.DataParallel()", "*.FullyShardedDataParallel()"
     ),
-    "scheduler": matcher("torch.optim.lr_scheduler.*()", "*get_*scheduler*()", "*get_*schedule*()"),
+    "scheduler": matcher(
+        "torch.optim.lr_scheduler.*()", "*get_scheduler()", "transformers.get_*()"
+    ),
     "optimizer": matcher("torch.optim.*()", "*ZeroRedundancyOptimizer()", "*.create_optimizer*()"),
     "scaler": matcher("*GradScaler()"),
     "ema": matcher("*AveragedModel()", "*ModelEma*()", "*EMA()", "*Ema()"),
@@ -45,6 +47,13 @@ BY_NAME: Final = {  # if nothing else is known of a variable: by the last part o
     "accumulation": re.compile(r".*accum.*"),
     "best": re.compile(r"best(_\w+)?"),
 }
+MADE_BY_NAME: Final = {  # if nothing is known of the call that made it
+    "loader": re.compile(r".*(loader|_dl)s?"),
+    "optimizer": re.compile(r"(.*_)?(opt|optim|optimizer)(_\w+)?"),
+    "scheduler": re.compile(r"(.*_)?sched(uler)?(_\w+)?"),
+    "ema": re.compile(r"(.*_)?ema(_(model|net))?"),
+    "scaler": re.compile(r"(.*_)?scaler"),
+}
 NEEDS_GROUP: Final = ("world", "rank")  # a rank may be that of a matrix, without workers
 GROUPS: Final = ("torch.distributed", "accelerate", "lightning", "deepspeed", "torch.multiproc")
 # calls with the role of their first argument, or of the object
@@ -63,7 +72,7 @@ OPERATORS: Final[dict[type[ast.operator], str]] = {
     **{ast.FloorDiv: "//", ast.Mod: "%"},
 }
 DEVICE: Final = re.compile("device|cuda|gpu|rank")
-SCORES: Final = re.compile(r"\.item\(\)|\b(loss|acc)|\.size\(")
+SCORES: Final = re.compile(r"\.item\(\)|\bloss|\bacc(uracy)?\d?\b|\.size\(")
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +211,8 @@ class Names:
                 return f"{name}(score)"
             case "to", _ if DEVICE.search(code(first)):
                 return f"{name}(device)"
+            case "len", ast.Name() | ast.Attribute() if self.role(first) == "loader":
+                return "len(<loader>)"
             case "list" | "tuple" | "enumerate", ast.Call(func=ast.Name(id="set")):
                 return f"{name}(set())"
             case "get" | "getenv", ast.Constant(value=str() as key) if name in ENVIRONMENT:
@@ -212,7 +223,8 @@ class Names:
         """Return the role of an operand, 1 for a number, x for another one without a role."""
         if isinstance(node, ast.Constant | ast.BinOp):
             return "1" if isinstance(node, ast.Constant) else "x"
-        roles = [f"<{value.role}>" for value in self.values(node)] or [self.name(node)]
+        # not what functions return, which may be this operation
+        roles = [f"<{value.role}>" for value in self.values(node, PASSES)] or [self.name(node)]
         return roles[0] if roles[0].startswith("<") else "x"
 
     def _name_of(self, node: ast.Name | ast.Attribute) -> str:
@@ -304,21 +316,33 @@ class Names:
     def _assign(self, target: ast.expr, value: ast.expr) -> bool:
         if isinstance(target, ast.Tuple):
             pairs = zip(target.elts, self._parts(value, len(target.elts)), strict=False)
-            return any([self._assign(one, part) for one, part in pairs])
+            learned = [self._assign(one, part) for one, part in pairs]
+            return any(learned or [self._add_made(one, value) for one in target.elts])
         text = dotted(target)
+        if not text:
+            return False
         known = self.assigned.setdefault(text, [])
         if all(value is not each for each in known):
             known.append(value)
         values = self.values(value)
-        is_made = isinstance(value, ast.Call) and self.callee(value) is None
-        if not values and is_made and text.lower().endswith(("loader", "_dl")):
-            values = [Value("loader", value)]
+        if not values:
+            return self._add_made(target, value)
         for each in values[:1]:
             if each.made is value:
                 self.made.setdefault(each.role, {}).setdefault(text, value)
         in_loop = any(isinstance(each, ast.For | ast.While) for each in self.around(target))
         values = [each for each in values if each.role != "tensor" or not in_loop]
-        return bool(text) and self._add(target, text, values)
+        return self._add(target, text, values)
+
+    def _add_made(self, target: ast.expr, value: ast.expr) -> bool:
+        """Take what a call returns for what the name of its target says."""
+        text = dotted(target)
+        last = text.rpartition(".")[2]
+        named = [role for role, pattern in MADE_BY_NAME.items() if pattern.fullmatch(last)]
+        for role in named[:1] if isinstance(value, ast.Call) else ():
+            self.made.setdefault(role, {}).setdefault(text, value)
+            return self._add(target, text, [Value(role, value)])
+        return False
 
     def _parts(self, value: ast.expr, number: int) -> list[ast.expr]:
         """Return the expressions that a tuple of targets gets, if that is known."""

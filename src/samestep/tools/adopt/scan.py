@@ -15,6 +15,7 @@ from samestep.tools.adopt.roles import Function, Names, Value, code, dotted
 from samestep.tools.adopt.rules import Rule, matcher, rules
 from samestep.tools.adopt.source import Source
 
+Branch = ast.If | ast.IfExp | ast.While
 Loop = ast.For | ast.AsyncFor | ast.While
 NAME_WIDTH: Final = 60  # characters of code in an entry
 DEPTH: Final = 4  # calls that are followed from a function to the loops around it
@@ -76,7 +77,6 @@ class Scan:
         self._seen: set[tuple[str, ast.AST]] = set()
         self._lanes: dict[ast.AST, Loop] = {}  # nodes that a loop over batches runs
         self._trained: list[Value] = []  # loaders
-        self._evaluated: list[Value] = []
         self._models = [*self._names.made.get("model", {})]
         self._objects = [text for role in TRACKED for text in self._names.made.get(role, {})]
         for path, why in missing.items():
@@ -241,8 +241,7 @@ class Scan:
     def _find_evaluations(self) -> None:
         for loop in self._names.nodes:
             if isinstance(loop, ast.For) and ("loop", loop) not in self._seen:
-                for value in self._loaders(loop)[:1]:
-                    self._evaluated.append(value)
+                for value in sorted(self._loaders(loop), key=lambda value: value.made.lineno)[:1]:
                     dataset, size = self._batches.arguments(value.made)
                     self.add(
                         "evaluation",
@@ -250,7 +249,7 @@ class Scan:
                         head(loop),
                         dataset=code(dataset) if dataset else "...",
                         batch=code(size) if size else "...",
-                        options=options_of(value.made, is_training=False),
+                        options=options_of(value.made, self._names, is_training=False),
                     )
 
     # data and state
@@ -270,7 +269,7 @@ class Scan:
             batch, note = self._batches.total(size) if size and is_trained else ("", "")
             given = {"dataset": code(dataset) if dataset else "...", "note": note}
             given["batch"] = batch or (code(size) if size else "...")
-            options = options_of(node, is_training=is_trained)
+            options = options_of(node, self._names, is_training=is_trained)
             rule = "loader" if is_trained else "evaluated loader"
             self.add(rule, node, name, options=options, **given)
 
@@ -290,7 +289,8 @@ class Scan:
             ):
                 self.add("model", made, text, model=text)
         optimizers = [*self._names.made.get("optimizer", {}).items()]
-        for text, made in optimizers[-1:]:
+        own = [each for each in optimizers if self._names.module(each[1]) is self._script.tree]
+        for text, made in (own or optimizers)[-1:]:
             self.add("track", made, text)
 
     def _is_run(self, node: ast.AST) -> bool:
@@ -307,7 +307,7 @@ class Scan:
                         (n for n in self._names.around(node) if isinstance(n, ast.ClassDef)), None
                     )
                     methods = [n for n in owner.body if isinstance(n, Function)] if owner else []
-                    inner = [n for one in methods if one.name != "__init__" for n in ast.walk(one)]
+                    inner = [n for one in methods if "init" not in one.name for n in ast.walk(one)]
                     if any(changes(each, f"self.{name}") for each in inner):
                         self.add("buffer", node, f"self.{name}", buffer=str(name))
 
@@ -319,6 +319,9 @@ class Scan:
         """Add an entry of the first rule that has the name of a node, and fits its place."""
         for rule, pattern in named:
             if pattern.fullmatch(name) and (place := self._place(rule.where, node)):
+                outer = (each for each in self._names.around(place) if isinstance(each, ast.expr))
+                if any((rule.name, each) in self._seen for each in outer):
+                    return  # a().b() of one rule
                 self.add(rule.name, place, first_line(place), **self._given(node, place))
                 return
 
@@ -326,7 +329,8 @@ class Scan:
         """Return the node that an entry is about, None if the rule is not for this place."""
         around = [*self._names.around(node)]
         inner = [node, *around]
-        tests = [n for n, one in zip(around, inner, strict=False) if getattr(n, "test", 0) is one]
+        pairs = zip(around, inner, strict=False)
+        tests = [n for n, one in pairs if isinstance(n, Branch) and n.test is one]
         if where in {"test", "compared", "output"}:
             compared = [n for n in around if isinstance(n, ast.Compare) and where == "compared"]
             is_other = where == "output" and tests and self._acts(tests[0])
@@ -337,21 +341,24 @@ class Scan:
             "": True,
             "lane": node in self._lanes,
             "loop": bool(loops),
-            "top": not functions,
+            "top": not functions and not loops,
             "forward": "forward" in functions,
             "train": not any(("evaluation", loop) in self._seen for loop in loops),
             "unsorted": where == "unsorted" and not self._is_sorted(around),
         }
         return node if is_there[where] else None
 
-    def _acts(self, branch: ast.AST) -> bool:
+    def _acts(self, branch: Branch) -> bool:
         """Return whether a branch does what all workers have to do."""
         bodies = [getattr(branch, "body", []), getattr(branch, "orelse", [])]
         nodes = nodes_of(
             [n for body in bodies for n in (body if isinstance(body, list) else [body])]
         )
         leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in nodes)
-        return leaves or any(TOGETHER.fullmatch(self._names.name(node)) for node in nodes)
+        values = [node.value for node in nodes if isinstance(node, ast.Assign)]
+        changes = any(self._names.callee(value) for value in values)  # what others do not have
+        names = (self._names.name(node) for node in nodes)
+        return leaves or changes or any(TOGETHER.fullmatch(name) for name in names)
 
     def _is_sorted(self, around: list[ast.AST]) -> bool:
         if any(SORTS.fullmatch(self._names.name(node)) for node in around):
@@ -369,9 +376,11 @@ class Scan:
             given |= zip(("first", "second"), arguments, strict=False)
             given |= {e.arg: code(e.value) for e in node.keywords if e.arg in KEYWORDS}
             given["args"] = ", ".join(map(code, [*node.args, *node.keywords]))
-            first = node.args[0] if node.args else None
-            if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute):
-                given["model"] = code(first.func.value)  # of model.parameters()
+            match node.args:
+                case [ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_]:
+                    given["model"] = code(model)
+                case [ast.Call(func=ast.Attribute(attr="to" | "cuda", value=model)), *_]:
+                    given["first"] = code(model)
             given.setdefault("max_norm", given.get("second", "1.0"))
             is_half = "float16" in given["args"] and "bfloat16" not in given["args"]
             has_scaler = "scaler" in self._names.made
@@ -381,7 +390,7 @@ class Scan:
         if isinstance(node, ast.BinOp):
             left = self._names.name(node).startswith("<world>")
             given["rest"] = code(node.right if left else node.left)
-        if isinstance(place, ast.If | ast.While | ast.IfExp):
+        if isinstance(place, Branch):
             given["test"] = code(place.test)
         parent = next(self._names.around(node), None)
         if isinstance(parent, ast.Assign):
