@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import cli
+from samestep.errors import ConfigError
 from samestep.tools.adopt import plan
-from samestep.tools.adopt.rules import rules
-from samestep.tools.adopt.scan import FINDERS
+from samestep.tools.adopt.rules import roles, rules
 from samestep.tools.adopt.source import MOST_BYTES
 from tests.docs import moving
 from tests.docs.blocks import ROOT
@@ -95,7 +95,8 @@ def test_the_page_has_the_rules():
     assert len(rules()) > 60
     sections = {rule.section for rule in rules().values()} - {"What a plan cannot see"}
     assert {section for _, section in shown} == sections
-    assert FINDERS <= rules().keys()
+    assert {"lane", "structure", ""} < {rule.where for rule in rules().values()}
+    assert "optimizer" in roles()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ for batch in loader:
     ],
 )
 def test_accumulation_multiplies_the_batch_size(planned, size, steps, expected):
-    text = f"""{IMPORTS if "world" in steps else "import torch; from torch.utils.data import DataLoader"}
+    text = f"""{IMPORTS if "world" in steps else PLAIN}
 accumulation = {steps}
 loader = DataLoader(data, {size}, shuffle=True)
 for number, batch in enumerate(loader):
@@ -258,7 +259,10 @@ BAD = {
     ),
     "null bytes": (lambda path: path.write_bytes(b"import torch\0\n"), "null bytes"),
     "deep nesting": (lambda path: path.write_text("x = " + "-" * 100_000 + "1"), "is (not|nested)"),
-    "a huge file": (lambda path: path.write_text("#" * (MOST_BYTES + 1)), "bytes, more than"),
+    "a huge file": (
+        lambda path: path.write_text("#" * (MOST_BYTES + 1)),
+        "has more than 5000000 bytes",
+    ),
     "a pipe": (lambda path: __import__("os").mkfifo(path), "is not a regular file"),
 }
 
@@ -329,11 +333,7 @@ def test_no_script_is_too_strange(tmp_path_factory, path, seed):
     kept = [line for line in lines if draw.random() < 0.98]
     script = tmp_path_factory.mktemp("script") / "train.py"
     script.write_text("\n".join(["import torch", *kept]), errors="replace")
-    try:
+    with suppress(ConfigError):
         entries = plan(script)
-    except cli.SamestepError as error:
-        assert str(script) in str(error)
-    else:
         assert entries[-1].kind == "prove"
         assert all(entry.line >= 1 and entry.link for entry in entries)
-    assert sys.getrecursionlimit() > 500

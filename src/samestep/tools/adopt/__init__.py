@@ -16,7 +16,7 @@ from samestep.errors import ConfigError
 from samestep.host import printable
 from samestep.tools.adopt.rules import KINDS
 from samestep.tools.adopt.scan import Entry, Scan
-from samestep.tools.adopt.source import Source, read_sources
+from samestep.tools.adopt.source import read_sources
 
 WIDTH: Final = 80  # columns
 MOST_PLACES: Final = 8  # that are listed with one advice
@@ -25,8 +25,11 @@ TITLES: Final = {
     "changes": "CHANGES: write this instead",
     "breaks": "BREAKS the same steps on other workers, or after a resume",
     "unseen": "CANNOT SEE: look at these places yourself",
+    "prove": "PROVE it",
 }
-VERIFY: Final = "samestep verify -n 1,2 --kill {script}{arguments}"
+WRAP: Final = textwrap.TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
+WRAP.break_long_words = WRAP.break_on_hyphens = False
+PROOF: Final = "the steps of 1 and 2 workers, and after a kill, must be the same"
 LINK: Final = "determinism.md#look-for-a-difference"
 PARSERS: Final = ("argparse", "click", "fire", "hydra", "absl", "simple_parsing", "tyro", "typer")
 
@@ -59,46 +62,31 @@ def plan(script: Path) -> list[Entry]:
     Raises `ConfigError` if the script cannot be read.
     """
     sources, missing = read_sources(script)
-    uses = any(each.means.partition(".")[0] == "samestep" for each in sources[0].imports)
+    means = [each.means for each in sources[0].imports]
+    is_done = "samestep" in {each.partition(".")[0] for each in means}
     try:
-        entries = [] if uses else Scan(sources, missing).entries
+        entries = [] if is_done else Scan(sources, missing).entries
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply; expected a training script") from error
     entries.sort(key=lambda entry: (KINDS.index(entry.kind), entry.file, entry.line))
-    return [*entries, proof(sources[0], already=uses)]
-
-
-def proof(script: Source, *, already: bool) -> Entry:
-    """Return the entry that ends a plan."""
-    takes_arguments = any(each.means.startswith(PARSERS) for each in script.imports)
-    command = VERIFY.format(script=script.path, arguments=" ARGUMENTS" * takes_arguments)
-    say = "the same steps on 1 and 2 workers, and after a kill: it must print `the same at every step`"
-    say = f"this already uses samestep; {say}" if already else say
-    return Entry("prove", str(script.path), 1, "verify", say, command, LINK)
+    takes_arguments = any(each.startswith(PARSERS) for each in means)
+    command = f"samestep verify -n 1,2 --kill {script}{' ARGUMENTS' * takes_arguments}"
+    say = "this already uses samestep; " * is_done + PROOF
+    return [*entries, Entry("prove", str(script), 1, "verify", say, command, LINK)]
 
 
 def as_text(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield the lines of a plan for people: entries with one advice are listed together."""
+    """Yield the lines of a plan for people: places with one advice are listed together."""
     for kind, of_kind in groupby(entries, lambda entry: entry.kind):
-        yield TITLES.get(kind, "PROVE it")
-        yield ""
+        yield f"{TITLES[kind]}\n"
         together: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in of_kind:
             together.setdefault((entry.say, entry.write, entry.link), []).append(entry)
         for (say, write, link), group in together.items():
-            for entry in group[:MOST_PLACES]:
-                place = f"  {entry.file}:{entry.line}  "
-                yield f"{place}{entry.name[: max(WIDTH - len(place), 20)]}".rstrip()
-            if rest := len(group[MOST_PLACES:]):
+            places = [f"  {entry.file}:{entry.line}  {entry.name}" for entry in group]
+            yield from (place[:WIDTH].rstrip() for place in places[:MOST_PLACES])
+            if rest := len(places[MOST_PLACES:]):
                 yield f"  … and {rest} more places, which --json lists"
             yield from (f"      {line}" for line in write.splitlines() if line != "...")
             text = f"{say[:1].upper()}{say[1:]}. docs/{link}" if say else f"docs/{link}"
-            yield textwrap.fill(
-                text,
-                WIDTH,
-                initial_indent=" " * 4,
-                subsequent_indent=" " * 4,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            yield ""
+            yield f"{WRAP.fill(text)}\n"

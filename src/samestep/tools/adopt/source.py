@@ -7,7 +7,6 @@ import io
 import sys
 import tokenize
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ MOST_BYTES: Final = 5_000_000
 MOST_FILES: Final = 40
 TRAINING: Final = ("torch", "accelerate", "lightning", "pytorch_lightning", "transformers")
 OF_PYTHON_2: Final = ("Missing parentheses in call to", "multiple exception types must be")
+MANY: Final = f"only {MOST_FILES} modules of the folder are read"
+EXPECTED: Final = "expected a Python script, such as train.py"
 INIT: Final = "__init__.py"
 Names = frozenset[str]
 ALL: Final[Names] = frozenset("*")
@@ -51,26 +52,23 @@ def read_sources(script: Path) -> tuple[list[Source], dict[Path, str]]:
     Raises `ConfigError` if the script cannot be read or does not train.
     """
     sources, missing = {script: read(script, script.parent)}, dict[Path, str]()
-    todo: deque[tuple[Path, Names]] = deque([(script, ALL)])
-    done: set[tuple[Path, Names]] = set()
-    while todo:
-        path, names = todo.popleft()
-        if path in missing or (path, names) in done:
-            continue
-        done.add((path, names))
+    todo: list[tuple[Path, Names]] = [(script, ALL)]
+    for path, names in todo:  # which grows
         try:
             if path not in sources and len(sources) == MOST_FILES:
-                raise ConfigError(f"only {MOST_FILES} modules of the folder are read")
+                raise ConfigError(MANY)  # noqa: TRY301  like those of `read`
             source = sources[path] = sources.get(path) or read(path, script.parent)
         except ConfigError as error:
             missing[path] = str(error)
             continue
-        takes_all = path.name != INIT or "*" in names
+        is_package = path.name == INIT
         for each in source.imports:
-            if each.file and (takes_all or each.name in names or each.name == "*"):
-                todo.append((each.file, names if each.name == "*" else each.takes))
-        submodules = (_find(path.parent, [name]) for name in names if path.name == INIT)
-        todo += [(file, ALL) for file in submodules if file]
+            takes = names if each.name == "*" else each.takes
+            is_taken = not is_package or {"*", each.name} & names or each.name == "*"
+            if each.file and is_taken and (each.file, takes) not in todo:
+                todo.append((each.file, takes))
+        submodules = (_find(path.parent, [name]) for name in names if is_package)
+        todo += [(file, ALL) for file in submodules if file and (file, ALL) not in todo]
     if not sources[script].tree.body:
         raise ConfigError(f"{script} is empty; expected a training script")
     if not any(each.means.startswith(TRAINING) for s in sources.values() for each in s.imports):
@@ -83,46 +81,42 @@ def read_sources(script: Path) -> tuple[list[Source], dict[Path, str]]:
 
 def read(path: Path, folder: Path) -> Source:
     """Return the syntax tree of a file. Raises `ConfigError` with what is wrong and where."""
-    expected = "expected a Python script, such as train.py"
     try:
-        if not path.exists():
-            raise ConfigError(f"{path} does not exist; {expected}")
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; {expected}")
-        if path.suffix == ".ipynb":
-            command = f"jupyter nbconvert --to script {path}"
-            raise ConfigError(f"{path} is a notebook; {expected}: export it, {command}")
-        if not path.is_file():
-            raise ConfigError(f"{path} is not a regular file; {expected}")
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise ConfigError(f"{path} has {size} bytes, more than {MOST_BYTES}; {expected}")
+        wrong = {
+            "does not exist": not path.exists(),
+            "is a folder": path.is_dir(),
+            f"is a notebook: jupyter nbconvert --to script {path}": path.suffix == ".ipynb",
+            "is not a regular file": not path.is_file(),
+            f"has more than {MOST_BYTES} bytes": path.is_file()
+            and path.stat().st_size > MOST_BYTES,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise ConfigError(f"{path} {what}; {EXPECTED}")
         content = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         tree = _parse(path, content.decode(encoding))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; {expected}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {EXPECTED}") from error
     except (SyntaxError, UnicodeDecodeError) as error:
         why = f"{path} is not text in UTF-8, or the encoding that it declares: {error}"
-        raise ConfigError(f"{why}; {expected}") from error
+        raise ConfigError(f"{why}; {EXPECTED}") from error
     return Source(path, tree, tuple(_imports(path, tree, folder)))
 
 
 def _parse(path: Path, text: str) -> ast.Module:
+    version = ".".join(map(str, sys.version_info[:2]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in the texts of a script
             return parse(text)
     except SyntaxError as error:
-        line, why = error.lineno, error.msg
-        if why.startswith(OF_PYTHON_2):
-            message = f"{path}:{line} is Python 2: {why}; convert it to Python 3"
-        else:
-            version = ".".join(map(str, sys.version_info[:2]))
-            message = f"{path}:{line} is not Python {version}: {why}; correct this line"
-        raise ConfigError(message) from error
+        is_old = error.msg.startswith(OF_PYTHON_2)
+        what = "is Python 2" if is_old else f"is not Python {version}"
+        advice = "convert it to Python 3" if is_old else "correct this line"
+        raise ConfigError(f"{path}:{error.lineno} {what}: {error.msg}; {advice}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         why = str(error) or "it is nested too deeply"
-        raise ConfigError(f"{path} is not Python: {why}; expected a Python script") from error
+        raise ConfigError(f"{path} is not Python: {why}; {EXPECTED}") from error
 
 
 def _imports(path: Path, tree: ast.Module, folder: Path) -> Iterator[Import]:
