@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from contextlib import suppress
@@ -263,7 +264,7 @@ BAD = {
         lambda path: path.write_text("#" * (MOST_BYTES + 1)),
         "has more than 5000000 bytes",
     ),
-    "a pipe": (lambda path: __import__("os").mkfifo(path), "is not a regular file"),
+    "a pipe": (os.mkfifo, "is not a regular file"),
 }
 
 

@@ -27,8 +27,9 @@ TITLES: Final = {
     "unseen": "CANNOT SEE: look at these places yourself",
     "prove": "PROVE it",
 }
-WRAP: Final = textwrap.TextWrapper(WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
-WRAP.break_long_words = WRAP.break_on_hyphens = False
+WRAP: Final = textwrap.TextWrapper(
+    *(WIDTH, " " * 4, " " * 4), break_long_words=False, break_on_hyphens=False
+)
 PROOF: Final = "the steps of 1 and 2 workers, and after a kill, must be the same"
 LINK: Final = "determinism.md#look-for-a-difference"
 PARSERS: Final = ("argparse", "click", "fire", "hydra", "absl", "simple_parsing", "tyro", "typer")

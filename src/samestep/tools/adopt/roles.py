@@ -108,7 +108,7 @@ class Names(ast.NodeVisitor):
                 name = owner.name if is_init and isinstance(owner, ast.ClassDef) else node.name
                 self._functions.setdefault(name, []).append(node)
 
-    def module(self, node: ast.AST) -> ast.AST:
+    def module(self, node: ast.AST) -> ast.Module:
         """Return the module of a node."""
         while not isinstance(node, ast.Module):
             node = self._scopes[node]
@@ -153,12 +153,12 @@ class Names(ast.NodeVisitor):
             given = f"<{role}>" if (role := self.role(first)) else ""
         elif name in {"list", "tuple", "enumerate"} and isinstance(first, ast.Call):
             given = self.visit(first)
-        elif name in {"os.environ.get", "os.getenv"} and isinstance(first, ast.Constant):
-            return f"os.environ.{first.value}"
+        elif name in {"os.environ.get", "os.getenv"}:
+            return f"os.environ.{code(first)[1:-1]}"
         return f"{name}({given if given in GIVEN else ''})"
 
     def visit_keyword(self, node: ast.keyword) -> str:
-        value = node.value.value if isinstance(node.value, ast.Constant) else "x"
+        value = str(node.value.value) if isinstance(node.value, ast.Constant) else "x"
         return f"{self.visit(self.parents[node]).removesuffix(')')}{node.arg}={value})"
 
     def visit_AugAssign(self, node: ast.AugAssign) -> str:

@@ -42,8 +42,8 @@ def rules() -> dict[str, Rule]:
         if kind:
             name, _, where, examples, write, say, link = cells
             lines = write.strip("`").replace("<br>", "\n")
-            examples = tuple(CODE.findall(examples))
-            found[name] = Rule(section, name, kind, where, examples, lines, say, link)
+            patterns = tuple(CODE.findall(examples))
+            found[name] = Rule(section, name, kind, where, patterns, lines, say, link)
     return found
 
 

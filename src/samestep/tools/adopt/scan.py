@@ -86,6 +86,7 @@ class Scan:
         self._lanes: set[ast.AST] = set()  # nodes that a loop over batches runs
         self._trained: list[Value] = []  # loaders
         made = self._names.made
+        self._loader_names = {each: text for text, each in made.get("loader", {}).items()}
         tracked = {text.rpartition(".")[2]: text for role in TRACKED for text in made.get(role, {})}
         self._given = Given(
             model=next(iter(made.get("model", {})), "model"),
@@ -97,7 +98,9 @@ class Scan:
             self._add("not read", self._script.tree, str(path), why=why)
         self._find_training()
         for loop in self._names.nodes:
-            loaders = self._loaders(loop) if ("loop", loop) not in self._seen else []
+            is_other = any(isinstance(node, ast.Yield) for node in ast.walk(loop))  # of a loader
+            is_other |= ("loop", loop) in self._seen
+            loaders = [] if is_other else self._loaders(loop)
             for value in sorted(loaders, key=lambda value: value.made.lineno)[:1]:
                 self._add_loader("evaluation", loop, head(loop), value.made)
         self._find_state()
@@ -192,8 +195,9 @@ class Scan:
             loss = call.args[0]
         if self._names.visit(loss) == "/ <accumulation>" and isinstance(loss, ast.BinOp):
             loss = loss.left
-        is_scaled = self._names.visit(loss) == "<scaler>.scale()" and isinstance(loss, ast.Call)
-        return f"{code(loss)}, loss={code(loss.args[0])}" if is_scaled else code(loss)
+        if self._names.visit(loss) == "<scaler>.scale()" and isinstance(loss, ast.Call):
+            return f"{code(loss)}, loss={code(loss.args[0])}"
+        return code(loss)
 
     def _add_loop(self, loop: Loop, backward: list[ast.Call]) -> None:
         """Add what a loop over batches becomes, and note what belongs to its lanes."""
@@ -226,8 +230,9 @@ class Scan:
 
     def _add_loader(self, name: str, node: ast.AST, text: str, loader: ast.expr) -> None:
         """Add what a loader, or a loop over it, becomes, and what cannot be seen of it."""
+        called = self._loader_names.get(loader, code(loader))
         if not self._names.visit(loader).endswith("DataLoader()"):
-            self._add("unknown loader", loader, f"{text} = {code(loader)}".removeprefix(" = "))
+            self._add("unknown loader", loader, f"{called} = {code(loader)}")
             if node is loader:
                 return
         dataset, size = arguments_of(loader, self._names)
@@ -237,17 +242,18 @@ class Scan:
         given = {"dataset": code(dataset), "batch": batch, "options": options, "note": note}
         self._add(name, node, text, **given)
         if size is None:
-            self._add("batch size", loader, text, dataset=code(dataset))
+            self._add("batch size", loader, called, dataset=code(dataset))
 
     def _find_state(self) -> None:
         """Add where the run starts, what it loads, replicates and tracks, and its buffers."""
         made = self._names.made
-        named = {each: text for text, each in made.get("loader", {}).items()}
-        calls = [n for n in self._names.nodes if self._names.visit(n).endswith("DataLoader()")]
-        for loader in dict.fromkeys([*named, *calls]):
+        calls = [node for node in self._names.nodes if isinstance(node, ast.Call)]
+        loaders = [node for node in calls if self._names.visit(node).endswith("DataLoader()")]
+        for loader in dict.fromkeys([*self._loader_names, *loaders]):
             is_trained = any(value.made is loader for value in self._trained)
             name = "loader" if is_trained else "evaluated loader"
-            self._add_loader(name, loader, named.get(loader, ""), loader)
+            text = self._loader_names.get(loader, code(loader))
+            self._add_loader(name, loader, text, loader)
         body = self._script.tree.body
         everything = {each for by_text in made.values() for each in by_text.values()}
         main = [node for node in body if isinstance(node, ast.If) and "__main__" in code(node.test)]
@@ -265,16 +271,16 @@ class Scan:
         own = [each for each in optimizers if self._names.module(each[1]) is self._script.tree]
         for text, each in [*optimizers, *own][-1:]:
             self._add("track", each, text)
-        for node in self._names.nodes:
-            match node:
-                case ast.Call(
-                    func=ast.Attribute(attr="register_buffer"), args=[ast.Constant(name), *_]
-                ):
-                    owners = [n for n in self._names.around(node) if isinstance(n, ast.ClassDef)]
-                    methods = [n for n in nodes_of(owners[:1]) if isinstance(n, Function)]
-                    inner = nodes_of(each for each in methods if "init" not in each.name)
-                    if any(changes(each, f"self.{name}") for each in inner):
-                        self._add("buffer", node, f"self.{name}", buffer=str(name))
+        for node in calls:
+            if self._names.visit(node).endswith(".register_buffer()") and node.args:
+                buffer = f"self.{code(node.args[0])[1:-1]}"
+                owners = [
+                    each for each in self._names.around(node) if isinstance(each, ast.ClassDef)
+                ]
+                methods = [each for each in nodes_of(owners[:1]) if isinstance(each, Function)]
+                inner = nodes_of(each for each in methods if "init" not in each.name)
+                if any(changes(each, buffer) for each in inner):
+                    self._add("buffer", node, buffer, buffer=buffer.removeprefix("self."))
 
     # names
 
