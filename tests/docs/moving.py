@@ -15,8 +15,11 @@ MARK = re.compile(r"(<!-- rules: ([^\n]+) -->\n).*?(?=\n<!-- end of rules -->)",
 # what a page has in place of names of a script
 NAMES = {
     "args": "...",
+    "assigned": "best_loss",
     "batch": "GLOBAL",
+    "body": "main(run)",
     "dataset": "train_set",
+    "epoch": "epoch",
     "epochs": "10",
     "loss": "loss",
     "max_norm": "1.0",
@@ -29,7 +32,16 @@ NAMES = {
     "stem": "one",
     "target": "images, labels",
 }
-ROLES = {"accumulation": "accumulation_steps", "best": "best_loss", "world": "world_size"}
+PREFIX = re.compile(
+    r"^(torch\.(distributed|nn|utils|optim|multiprocessing|amp|cuda\.amp)\.([\w*]+\.)*"
+    r"|(apex|accelerate|\*lightning\*|\*Path\(\)|os\.environ)\.([\w*]+\.)*|\*\.?)(?=\w)"
+)
+ROLES = {
+    "accumulation": "accumulation_steps",
+    "best": "best_loss",
+    "rank": "if rank == 0:",
+    "world": "world_size",
+}
 
 
 class Names(dict):
@@ -40,15 +52,15 @@ class Names(dict):
 def shown(pattern: str) -> str:
     """Return a pattern as a script has it: `<model>.module` is `model.module`."""
     text = re.sub("<(\\w+)>", lambda match: ROLES.get(match[1], match[1]), pattern)
-    if not pattern.startswith("<"):
-        text = re.sub(r"^(?:[\w*]+\.)+(?=[\w*]+\(\))|^\*\.?(?=\w)", "", text)
-    return text
+    return PREFIX.sub("", text).replace("times", "*")
 
 
 def row(rule: Rule) -> str:
     """Return the row of a rule: what a script has, and what takes its place."""
-    old = ", ".join(dict.fromkeys(f"`{shown(pattern)}`" for pattern in rule.patterns))
-    write, say = (text.format_map(Names(NAMES)) for text in (rule.write, rule.say))
+    shows = str if rule.where == "structure" else shown
+    old = ", ".join(dict.fromkeys(f"`{shows(pattern)}`" for pattern in rule.patterns))
+    names = Names(NAMES | ({"dataset": "test_set"} if rule.name.startswith("evaluat") else {}))
+    write, say = (text.format_map(names) for text in (rule.write, rule.say))
     new = "<br>".join(f"`{line.strip()}`" for line in write.splitlines() if line != "...")
     parts = [new or ("not needed" if rule.kind == "goes" else ""), say]
     return f"| {old} | {': '.join(filter(None, parts))} ([more]({rule.link})) |"

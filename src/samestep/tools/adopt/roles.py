@@ -125,7 +125,8 @@ class Names(ast.NodeVisitor):
         if values := self._lookup(node):
             return values[0].role
         text = dotted(node)
-        if not text or text in self._means[self.module(node)]:
+        is_called = getattr(self.parents.get(node), "func", None) is node
+        if not text or is_called or text in self._means[self.module(node)]:
             return ""
         last = text.rpartition(".")[2]
         found = (role for role, (_, _, named) in roles().items() if named.fullmatch(last))

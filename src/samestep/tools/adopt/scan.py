@@ -161,8 +161,8 @@ class Scan:
         elif not loaders and isinstance(found, ast.For):
             self._add("unknown loop", found, head(found), iterated=code(found.iter))
         for loop in [each for each in rest[rest.index(found) + 1 :] if self._end(each)][:1]:
-            target = code(loop.target) if isinstance(loop, ast.For) else "epoch"
-            self._add("epochs", loop, head(loop), target=target, epochs=self._end(loop))
+            epoch = code(loop.target) if isinstance(loop, ast.For) else "epoch"
+            self._add("epochs", loop, head(loop), epoch=epoch, epochs=self._end(loop))
         return found
 
     def _iterated(self, loop: ast.AST) -> list[str]:
@@ -259,8 +259,10 @@ class Scan:
         main = [node for node in body if isinstance(node, ast.If) and "__main__" in code(node.test)]
         runs = [node for node in body if not isinstance(node, Function | ast.ClassDef)]
         first = [node for node in runs if everything & {*ast.walk(node)}]
-        start = [*main, *first, *body][0]
-        self._add("start", start, head(start), body="main(run)" if main else "...")
+        callers = [node for node in runs if any(map(self._names.callee, ast.walk(node)))]
+        start = [*main, *first, *callers, *body][0]
+        is_called = bool(main) or start in callers
+        self._add("start", start, head(start), body="main(run)" if is_called else "...")
         for text, each in made.get("model", {}).items():
             if (
                 not WRAPPED.fullmatch(self._names.visit(each))
@@ -364,7 +366,7 @@ class Scan:
             texts["test"] = code(place.test)
         parent = next(self._names.around(node), None)
         if isinstance(parent, ast.Assign):
-            texts["target"] = code(parent.targets[0])
+            texts["assigned"] = code(parent.targets[0])
         for value in self._names.values(node)[:1]:
             seeds = "manual_seed" if "torch" in self._names.visit(value.made) else "seed"
             texts["seed"] = f"{code(node)}.{seeds}"
