@@ -72,7 +72,7 @@ class StreamedSums(Overlap):
         """Do what other workers do in a lane, without a gradient."""
         if not self._order and self._sharding.world.size > 1:
             self.trace.follow(self._serve)
-            self._order = self.trace.calls
+            self._order = [*self.trace.calls]
             if self._order:
                 return
         for kind, unit in self._order:

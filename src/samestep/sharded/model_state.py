@@ -17,27 +17,17 @@ class ModelState(DividedState):
     """The `state_dict` of the whole module, with the names of the plain one.
 
     `parts` are those of all models by id of the sharded parameter, and `free` frees what is
-    gathered. With `is_main`, it also has what all workers have, such as buffers.
+    gathered. All workers save buffers, of which a snapshot keeps one copy.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        parts: Mapping[int, Part],
-        free: Callable[[], None],
-        *,
-        is_main: bool,
-    ) -> None:
-        self._module, self._parts, self._free, self._is_main = module, parts, free, is_main
+    def __init__(self, module: Module, parts: Mapping[int, Part], free: Callable[[], None]) -> None:
+        self._module, self._parts, self._free = module, parts, free
 
     def state_dict(self) -> dict[str, Any]:
         state = self._module.state_dict(keep_vars=True)
-        for name, value in list(state.items()):
-            part = self._parts.get(id(value))
-            if part is not None and part.size:
+        for name, value in state.items():
+            if (part := self._parts.get(id(value))) is not None:
                 state[name] = part.slice_of(part.segment)
-            elif part is not None or not self._is_main:
-                del state[name]
             elif isinstance(value, Tensor):
                 state[name] = value.detach()
         return state

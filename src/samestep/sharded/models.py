@@ -165,7 +165,7 @@ class ShardedModels:
         """Return what saves and loads a module with sharded parameters, None for other objects."""
         if not isinstance(item, Module) or not self._inside(item):
             return None
-        return ModelState(item, self._parts, self._free, is_main=self._world.rank == 0)
+        return ModelState(item, self._parts, self._free)
 
     @contextmanager
     def full(self, model: Module) -> Iterator[None]:
