@@ -556,6 +556,10 @@ def test_fsdp_is_hidden_in_a_block():
     run_workers(look_into_sharded_layers, 1)
 
 
+def test_lists_of_tensors_have_operations():
+    assert all(hasattr(torch, name) for name in internals.FOREACH)
+
+
 def test_what_is_on_the_meta_device_stays_there():
     model = TwoLayers()
     model.first.to("meta")

@@ -58,6 +58,11 @@ MEANS: Final[dict[Any, dict[str, int]]] = {
     },
     torch: {"binary_cross_entropy_with_logits": -1},
 }
+# operations on each tensor of lists, element by element, with which torch updates averages
+FOREACH: Final = frozenset(
+    {"_foreach_add_", "_foreach_addcdiv_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_"}
+    | {"_foreach_sub", "_foreach_sub_"}
+)
 COPY: Final = "__deepcopy__"
 SHARDED: Final = WeakSet[Module]()  # by `fully_shard_all`
 GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"

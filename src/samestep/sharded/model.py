@@ -213,7 +213,7 @@ def materialize(module: Module, device: torch.device) -> None:
         for name, parameter in registry.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    values = torch.empty_like(parameter, device=device)
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     made[id(parameter)] = Parameter(values, parameter.requires_grad)
                 registry[name] = made[id(parameter)]
 

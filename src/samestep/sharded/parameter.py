@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.errors import ModelError
 from samestep.sharded.parts import Part
-from samestep.torch_internals import set_class, without_torch_function
+from samestep.torch_internals import FOREACH, set_class, without_torch_function
 
 READ: Final = (
     "a parameter of a sharded model was read by {}, but each worker has only some of its rows, and"
@@ -29,8 +29,8 @@ VALUES: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # pro
 ELEMENTWISE: Final = frozenset(
     {"add", "addcdiv", "addcmul", "clone", "copy_", "detach", "div", "lerp", "mul", "sub", "to"}
     | {"add_", "addcdiv_", "addcmul_", "div_", "lerp_", "mul_", "sub_", "zero_"}
-    | {"__rsub__", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_"}
-    | {"_foreach_addcdiv_", "_foreach_sub", "_foreach_sub_"}
+    | {"__rsub__"}
+    | FOREACH
 )
 
 
@@ -109,7 +109,7 @@ def _computed(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what an elementwise operation returns for the rows of this worker."""
-    is_each = name.startswith("_foreach")  # of lists
+    is_each = name in FOREACH  # of lists
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     owns = [_own_of(name, each) for each in (zip(*lists, strict=False) if is_each else [args])]
     with torch.no_grad():
