@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -307,6 +308,8 @@ def scaled(run, shard):
 def compiled(run, shard, backend="aot_eager"):
     """Each block is compiled, before the model is sharded."""
     net = Words()
+    # dynamo looks at `.grad` of what it compiles
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     for number, block in enumerate(net.blocks):
         net.blocks[number] = torch.compile(block, backend=backend)
     model = replicate(run, net, shard)
