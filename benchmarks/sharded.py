@@ -1,12 +1,15 @@
 """Memory and time of a model that is sharded over the workers, beside FSDP2 and `run.shard`.
 
 usage: python -m benchmarks.sharded [--rounds 5] [--workers 4] [--width 768] [--blocks 12]
+           [--lanes 8] [--simulate 1024]
 
 Trains a transformer (95.5 M parameters by default) with fused AdamW on the workers of this host,
 8 lanes of one text of 16 words. "full" is `run.replicate(shard="full")`, "step" the same with
 `keep="step"`, "zero1" replicates and has `run.shard`, "fsdp2" is torch's own, over gloo, which
 accumulates as many micro-batches without an exchange. The memory is the largest proportional set
 size of a worker, sampled in a run of its own, and the CPU time is that of all threads of a worker.
+
+With `--simulate`, it plans a step of that many workers instead (benchmarks.sharded_plan).
 """
 
 from __future__ import annotations
@@ -27,11 +30,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import samestep as ss
-from benchmarks import turns
+from benchmarks import sharded_plan, turns
 from benchmarks.measure import figures
 
 CONTENDERS: Final = ("full", "step", "zero1", "fsdp2")
-LANES: Final = 8
 WORDS: Final = 16
 VOCABULARY: Final = 32_000
 HEADS: Final = 12
@@ -123,15 +125,15 @@ class Clock:
         }
 
 
-def texts(steps: int) -> Tensor:
-    """Return words of all steps, [texts, words + 1]."""
+def texts(steps: int, lanes: int) -> Tensor:
+    """Return words of all steps, [texts, words + 1]: one text per lane."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(VOCABULARY, (steps * LANES, WORDS + 1), generator=generator)
+    return torch.randint(VOCABULARY, (steps * lanes, WORDS + 1), generator=generator)
 
 
-def train(contender: str, clock: Clock, width: int, blocks: int, steps: int) -> None:
+def train(contender: str, clock: Clock, width: int, blocks: int, steps: int, lanes: int) -> None:
     """Train with samestep."""
-    with ss.init(lanes=LANES, system_every=None) as run:
+    with ss.init(lanes=lanes, system_every=None) as run:
         model: nn.Module = Words(width, blocks)
         if contender == "zero1":
             model = run.replicate(model)
@@ -139,7 +141,7 @@ def train(contender: str, clock: Clock, width: int, blocks: int, steps: int) -> 
             keep: Any = "step" if contender == "step" else "forward"
             model = run.replicate(model, shard="full", units=(Block,), keep=keep)
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), fused=True))
-        for batch in run.batches(TensorDataset(texts(steps)), LANES, epochs=1):
+        for batch in run.batches(TensorDataset(texts(steps, lanes)), lanes, epochs=1):
             clock.step()
             run.backward(loss_fn, model, batch)
             optimizer.step()
@@ -147,7 +149,7 @@ def train(contender: str, clock: Clock, width: int, blocks: int, steps: int) -> 
         clock.step()
 
 
-def train_fsdp2(clock: Clock, width: int, blocks: int, steps: int) -> None:
+def train_fsdp2(clock: Clock, width: int, blocks: int, steps: int, lanes: int) -> None:
     """Train with torch's FSDP2, each worker with its share of the lanes, one after the other."""
     from torch.distributed.fsdp import fully_shard
 
@@ -158,7 +160,7 @@ def train_fsdp2(clock: Clock, width: int, blocks: int, steps: int) -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for words in texts(steps).split(LANES):
+    for words in texts(steps, lanes).split(lanes):
         clock.step()
         own = words[rank::workers].split(1)
         for number, lane in enumerate(own):
@@ -185,11 +187,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--simulate", type=int, metavar="WORKERS")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--what", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    size = options.width, options.blocks, options.steps
+    if options.simulate:
+        model = Words(options.width, options.blocks)
+        print(sharded_plan.report(model, model.blocks, WORDS, options.simulate), flush=True)
+        return
+    size = options.width, options.blocks, options.steps, options.lanes
     if options.job:
         torch.set_num_threads(1)
         clock = Clock(options.what)
@@ -199,7 +207,7 @@ def main() -> None:
             train(options.job, clock, *size)
         print(*(f"{name}={value:.3f}" for name, value in clock.figures().items()), flush=True)
         return
-    job = [f"--width={size[0]}", f"--blocks={size[1]}", f"--steps={size[2]}"]
+    job = [f"--width={size[0]}", f"--blocks={size[1]}", f"--steps={size[2]}", f"--lanes={size[3]}"]
 
     def contenders(what: str) -> dict[str, Callable[[], dict[str, float]]]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import os
 import re
@@ -529,7 +530,11 @@ def look_into_sharded_layers():
     model = TwoLayers()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    internals.fully_shard_all([model.first, model], mesh, keep="forward")
+    seen = []
+    internals.fully_shard_all([model.first, model], mesh, before=seen.append)
+    assert seen == [model.first, model]
+    internals.copy_with(model, lambda module, _: module is model)
+    assert copy.deepcopy(model) is True
     # a unit may be called before the root, and nothing is reduced
     model.first(torch.ones(1, 3)).sum().backward()
     assert model.first.weight.grad is None
@@ -540,6 +545,7 @@ def look_into_sharded_layers():
         assert not model._forward_pre_hooks
         assert not model._state_dict_pre_hooks
         assert not any("composable" in str(name) for name in vars(model))
+        assert "__deepcopy__" not in vars(model)
     assert type(model) is kind
     assert len(model._forward_pre_hooks) == hooks
     assert torch.equal(model.first.weight.full_tensor(), values["first.weight"])
@@ -548,6 +554,18 @@ def look_into_sharded_layers():
 @pytest.mark.skipif(not internals.can_shard_fully(), reason="needs PyTorch 2.9")
 def test_fsdp_is_hidden_in_a_block():
     run_workers(look_into_sharded_layers, 1)
+
+
+def test_lists_of_tensors_have_operations():
+    assert all(hasattr(torch, name) for name in internals.FOREACH)
+
+
+def test_what_is_on_the_meta_device_stays_there():
+    model = TwoLayers()
+    model.first.to("meta")
+    internals.move_module(model.double(), torch.device("cpu"))
+    assert [str(p.device) for p in model.first.parameters()] == ["meta", "meta"]
+    assert model.second.weight.device.type == "cpu"
 
 
 def test_an_object_gets_another_class():

@@ -89,8 +89,12 @@ def read_regular(path: Path, limit: int, *, follows_links: bool = False) -> byte
     Raises `OSError` for a larger one, and for one that is not regular.
     """
     with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
-        if os.fstat(file.fileno()).st_size <= limit and len(data := file.read(limit + 1)) <= limit:
-            return data
+        if (size := os.fstat(file.fileno()).st_size) <= limit:
+            data = file.read(size + 1)  # reading `limit` would allocate as much
+            if len(data) > size:  # it grows
+                data += file.read(limit + 1 - len(data))
+            if len(data) <= limit:
+                return data
     raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
 
 

@@ -18,7 +18,7 @@ from inspect import currentframe
 from math import inf, prod
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -58,6 +58,12 @@ MEANS: Final[dict[Any, dict[str, int]]] = {
     },
     torch: {"binary_cross_entropy_with_logits": -1},
 }
+# operations on each tensor of lists, element by element, with which torch updates averages
+FOREACH: Final = frozenset(
+    {"_foreach_add_", "_foreach_addcdiv_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_"}
+    | {"_foreach_sub", "_foreach_sub_"}
+)
+COPY: Final = "__deepcopy__"
 SHARDED: Final = WeakSet[Module]()  # by `fully_shard_all`
 GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
 NODES: Final = 10_000  # scalars of a loss's graph that are searched for means
@@ -509,7 +515,8 @@ def without_fsdp(root: Module) -> Iterator[None]:
     states = [
         (module, name, vars(module).pop(name))
         for module, _ in classes
-        for name in [name for name in vars(module) if str(name).startswith("__composable_api")]
+        for name in [*vars(module)]
+        if name == COPY or str(name).startswith("__composable_api")
     ]
     for module, name, hooks in kept:
         own = [(number, hook) for number, hook in hooks.items() if not _is_of_fsdp(hook)]
@@ -530,6 +537,11 @@ def _is_of_fsdp(hook: Any) -> bool:
     return module.startswith(("torch.distributed.fsdp", "samestep.sharded"))
 
 
+def move_module(module: Module, device: torch.device) -> None:
+    """Move a module to a device, but leave on the meta device what is there, unlike `to`."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # noqa: SLF001
+
+
 def set_class(obj: Any, kind: type) -> None:
     """Make an object one of another class of the same layout, such as a subclass of its own."""
     obj.__class__ = kind
@@ -541,6 +553,12 @@ def without_torch_function(func: Callable[..., Any], *args: Any, **kwargs: Any) 
         return func(*args, **kwargs)
 
 
+def copy_with(module: Module, copy: Callable[[Any, dict[int, Any]], Module]) -> None:
+    """Let `copy.deepcopy` of a module, which FSDP2 refuses, return `copy(module, memo)`."""
+    owner = ref(module)
+    vars(module)[COPY] = lambda memo: copy(owner(), memo)
+
+
 def can_shard_fully() -> bool:
     """Return whether FSDP2 can gather parameters in another way than its own: since 2.9."""
     from torch.distributed import fsdp  # takes a second
@@ -548,21 +566,20 @@ def can_shard_fully() -> bool:
     return hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather")
 
 
-def fully_shard_all(modules: Sequence[Any], mesh: Any, *, keep: str) -> None:
+def fully_shard_all(modules: Sequence[Any], mesh: Any, *, before: Callable[[Module], None]) -> None:
     """Shard modules, the root last, with FSDP2, which reduces no gradients.
 
-    It frees parameters after each "forward" pass of a module, after backward, or not at all, as
-    `keep` says. A unit may be called before the root.
+    It frees parameters after each forward pass of a module, and after backward. A unit may be
+    called before the root. `before` is called with each module first.
     """
     from torch.distributed.fsdp import fully_shard
 
     for module in modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=keep == "forward")
+        before(module)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
     SHARDED.update(modules)
     root = modules[-1]
     root.set_requires_gradient_sync(False)
-    if keep == "step":
-        root.set_reshard_after_backward(False)
     root._get_fsdp_state()._lazy_init()  # noqa: SLF001
 
 

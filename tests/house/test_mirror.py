@@ -51,6 +51,7 @@ ELSEWHERE = {
     "sharded/model_state.py": "sharded/test_models.py",
     "sharded/optimizer.py": "sharded/test_models.py",
     "sharded/parameter.py": "sharded/test_models.py",
+    "sharded/trace.py": "sharded/test_models.py",
     "sharded/unit.py": "sharded/test_models.py",
     "step/buffer_rules.py": "step/test_buffers.py",
     "step/buffer_sums.py": "step/test_buffers.py",

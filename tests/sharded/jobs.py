@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -177,6 +180,13 @@ def short(run, shard):
     return model
 
 
+def few(run, shard):
+    """Most lanes have no samples, also the first ones."""
+    model = replicate(run, Words(), shard)
+    train(run, model, adamw(run, model), batch_size=3, steps=6)
+    return model
+
+
 def inline(run, shard):
     model = replicate(run, Words(), shard)
     optimizer = adamw(run, model)
@@ -257,6 +267,60 @@ def evaluated(run, shard):
     return model
 
 
+def averaged(run, shard):
+    """Two moving averages of a model, by torch and by hand, evaluated after each update."""
+    model = replicate(run, Words(), shard)
+    optimizer = adamw(run, model)
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    plain, twin = AveragedModel(model), copy.deepcopy(model)  # equal weights; by hand
+    losses = []
+    for batch in run.batches(texts(), 16, steps=4):
+        run.backward(loss_fn, model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean.update_parameters(model)
+        plain.update_parameters(model)
+        with torch.no_grad():
+            for own, other in zip(twin.parameters(), model.parameters(), strict=True):
+                own.mul_(0.5).add_(0.5 * other.detach())
+        losses.append(run.evaluate(loss_fn, mean, texts(20), 16)["loss"])
+        losses.append(run.evaluate(loss_fn, twin, texts(20), 16)["loss"])
+    with torch.no_grad(), run.full_parameters(model):
+        model.embedding.weight[0, :8] = torch.tensor(losses)
+    return nn.ModuleList([model, mean.module, plain.module, twin])
+
+
+def scaled(run, shard):
+    """A loss that is scaled. In float16, gradients overflow in the first steps."""
+    model = replicate(run, Words(), shard)
+    optimizer, scaler = adamw(run, model), run.grad_scaler(init_scale=2.0**24, growth_interval=2)
+    run.track(model=model, optimizer=optimizer, scaler=scaler)
+    for batch in run.batches(texts(), 16, steps=6):
+        run.backward(lambda m, b: scaler.scale(loss_fn(m, b)), model, batch)
+        scaler.unscale_(optimizer)
+        run.clip_grad_norm(model, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+def compiled(run, shard, backend="aot_eager"):
+    """Each block is compiled, before the model is sharded."""
+    net = Words()
+    # dynamo looks at `.grad` of what it compiles
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = torch.compile(block, backend=backend)
+    model = replicate(run, net, shard)
+    train(run, model, adamw(run, model), steps=3)
+    return model
+
+
+def inductor(run, shard):
+    return compiled(run, shard, "inductor")
+
+
 class Rows(nn.Module):
     """A unit of layers."""
 
@@ -294,8 +358,9 @@ def adversaries(run, shard):
 
 JOBS = (
     tied, checkpoints, frozen, twice, partly, pictures, short, inline, accumulated, two_models,
-    joined, evaluated, adversaries,
+    joined, evaluated, adversaries, few, averaged, scaled,
 )  # fmt: skip
+COMPILED = (compiled, inductor)
 
 
 def digest(run, model) -> str:
@@ -305,7 +370,7 @@ def digest(run, model) -> str:
     for part in parts:
         with run.full_parameters(part):
             for name, value in part.state_dict().items():
-                hasher.update(name.encode() + value.numpy().tobytes())
+                hasher.update(name.encode() + value.cpu().numpy().tobytes())
     return hasher.hexdigest()[:16]
 
 
@@ -313,7 +378,7 @@ def digests(names, shard, lanes=8, **options) -> dict[str, str]:
     """Run jobs one after the other in this worker; return what they end with."""
     torch.set_num_threads(1)
     results = {}
-    for job in JOBS:
+    for job in JOBS if names is None else (*JOBS, *COMPILED):
         if names is None or job.__name__ in names:
             with ss.init(lanes=lanes, progress=False, system_every=None, **options) as run:
                 torch.manual_seed(1)

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep as ss
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
-from tests.sharded.jobs import JOBS, Block, Words, adamw, digest, digests, loss_fn, texts, train
+from tests.namespaces import hosts
+from tests.needs import needs
+from tests.sharded.jobs import (
+    JOBS,
+    WORDS,
+    Block,
+    Words,
+    adamw,
+    digest,
+    digests,
+    loss_fn,
+    texts,
+    train,
+)
 from tests.workers import WorkerFailedError, run_workers
 
 FULL = {"shard": "full"}
-SOME = ("tied", "short", "joined", "evaluated")
+SOME = ("tied", "short", "joined", "evaluated", "few", "averaged")
 HOSTS = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each worker is a host
 
 
@@ -47,6 +62,19 @@ def test_several_hosts_have_the_same_bits(replicated):
 
 
 @pytest.mark.long
+def test_two_hosts_have_the_same_bits(replicated):
+    with hosts(2) as pair:
+
+        def body():
+            pair[int(os.environ["RANK"])].enter()
+            return digests(SOME, FULL)
+
+        place = {"MASTER_ADDR": pair[0].address, "GLOO_SOCKET_IFNAME": pair[0].device}
+        results = run_workers(body, 2, environment={**HOSTS, **place})
+    assert results == [of(replicated, SOME)] * 2
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 4, 5])
 def test_any_number_of_workers_has_the_same_bits(workers, replicated):
     assert run_workers(digests, workers, None, FULL) == [replicated] * workers
@@ -72,19 +100,43 @@ def in_one_run(names, shard, lanes, options):
     return digests(names, shard, lanes, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("compiled", {}),
+        ("inductor", {}),
+        ("scaled", {"precision": "float16"}),
+    ],
+)
+@pytest.mark.long
+def test_compiled_blocks_and_float16_have_the_bits_of_replicated_parameters(name, options):
+    if name == "inductor":
+        needs("g++")
+    (expected,) = run_workers(in_one_run, 1, (name,), {}, 8, options)
+    for workers in (1, 3):
+        results = run_workers(in_one_run, workers, (name,), FULL, 8, options)
+        assert results == [expected] * workers
+
+
 def trained(folder, shard, steps, stop_after=None):
     torch.set_num_threads(1)
     with ss.init(dir=folder, lanes=6, stop_after=stop_after, progress=False) as run:
         torch.manual_seed(1)
         model = run.replicate(Words(), **({"units": (Block,), **shard} if shard else {}))
         optimizer = adamw(run, model, fused=True)
-        run.track(model=model, optimizer=optimizer)
-        train(run, model, optimizer, steps=steps)
+        mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        run.track(model=model, optimizer=optimizer, mean=mean)
+        for batch in run.batches(texts(), 16, steps=steps):
+            run.backward(loss_fn, model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean.update_parameters(model)
         assert run.step == steps
         run.snapshot(score=1.0)
         model_of_best = run.best_snapshot().state["model"]
         assert list(model_of_best) == list(Words().state_dict())
-        return digest(run, model)
+        assert int(run.best_snapshot().state["mean"]["n_averaged"]) == steps
+        return digest(run, nn.ModuleList([model, mean.module]))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +222,50 @@ def without_units(run):
     run.replicate(Words(), shard="full", units=(nn.Conv2d,))
 
 
+def with_graph(run):
+    model = sharded(run)
+    copy.deepcopy(model).embedding.weight.mul_(2)
+
+
+def whole_into_rows(run):
+    with torch.no_grad():
+        sharded(run).embedding.weight.copy_(torch.zeros(WORDS, 20))
+
+
+def mixed_rows(run):
+    model = sharded(run)
+    with torch.no_grad():
+        model.blocks[0].up.weight.lerp_(model.blocks[0].down.weight, 0.5)
+
+
+def shown_rows(run):
+    rows = sharded(run).embedding.weight.detach()
+    assert repr(rows) == "rows of a sharded parameter"
+    rows.tolist()
+
+
+def summed_rows(run):
+    (sharded(run).embedding.weight.detach() * 2).sum()
+
+
+def copied_block(run):
+    copy.deepcopy(sharded(run).blocks[0])
+
+
+def twice_sharded(run):
+    run.replicate(sharded(run), shard="full", units=(Block,))
+
+
+def trained_copy(run):
+    run.replicate(copy.deepcopy(sharded(run)), shard="full", units=(Block,))
+
+
+def tied_units(run):
+    net = Words()
+    net.blocks[0].up.weight = net.blocks[1].up.weight
+    run.replicate(net, shard="full", units=(Block,))
+
+
 def unknown_keep(run):
     run.replicate(Words(), shard="full", units=(Block,), keep="always")
 
@@ -202,6 +298,15 @@ def edited(run):
         (embedded, LossError, "embed= cannot be used with a model that is sharded"),
         (with_others, OptimizerError, "make an optimizer for each"),
         (late, ModelError, "before run.shard"),
+        (with_graph, ModelError, "read by mul_"),
+        (whole_into_rows, ModelError, "read by copy_"),
+        (mixed_rows, ModelError, "read by lerp_"),
+        (shown_rows, ModelError, "read by tolist"),
+        (summed_rows, ModelError, "read by sum"),
+        (copied_block, ModelError, "cannot be copied alone"),
+        (twice_sharded, ModelError, "is sharded already"),
+        (trained_copy, ModelError, "or a copy of a sharded model"),
+        (tied_units, ModelError, "are one parameter"),
         (without_units, ModelError, "found no units in Words"),
         (unknown_keep, ConfigError, "keep must be one of"),
         (unknown_shard, ConfigError, "shard must be 'full' or None"),
@@ -223,33 +328,37 @@ def refused_with_recheck():
     return refused(sharded, ConfigError, recheck_every=1)
 
 
-def skips_a_unit(run):
+def skips_a_unit(run, step):
     model = sharded(run)
     whole = model.forward
 
     def forward(words):
-        model.order = [0, 2] if run.rank else [0, 1, 2]
+        model.order = [0, 2] if run.rank and run.step == step else [0, 1, 2]
         return whole(words)
 
     model.forward = forward
     train(run, model, adamw(run, model))
 
 
-def test_another_order_of_units_is_an_error_with_both_names():
+@pytest.mark.parametrize("environment", [{}, HOSTS], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_another_order_of_units_is_an_error_with_both_names(step, environment):
+    """In the first lanes, workers say what they do; later, each call has the unit's name."""
+
     def message(error):
-        while error is not None and not isinstance(error, WorldError):
+        while error is not None and not isinstance(error, WorldError | LossError):
             error = error.__cause__
         return str(error)
 
     with pytest.raises(WorkerFailedError) as caught:
-        run_workers(in_order, 2)
+        run_workers(in_order, 2, step, environment=environment)
     assert "unit 'blocks.1'" in message(caught.value)
     assert "unit 'blocks.2'" in message(caught.value)
 
 
-def in_order():
+def in_order(step):
     with ss.init(lanes=4, progress=False) as run:
-        skips_a_unit(run)
+        skips_a_unit(run, step)
 
 
 def copies(workers_of_run):

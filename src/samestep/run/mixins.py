@@ -246,7 +246,14 @@ class Recording:
             full: (t.numel() * rank // size, t.numel() * (rank + 1) // size)
             for full, t in tensors.items()
         }
-        return {full: [t.detach().reshape(-1)[slice(*ends[full])]] for full, t in tensors.items()}
+        return {
+            full: [
+                t.own_rows()  # of a sharded model
+                if hasattr(t, "own_rows")
+                else t.detach().reshape(-1)[slice(*ends[full])]
+            ]
+            for full, t in tensors.items()
+        }
 
     def _own_gradients(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         """Return this worker's share of each gradient, as it is stored if that is in slices."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -42,7 +43,8 @@ from samestep.run.process import (
 )
 from samestep.run.session import Session
 from samestep.run.training import Training
-from samestep.sharded.model import Keep, Units
+from samestep.sharded.choice import Units
+from samestep.sharded.model import Keep
 from samestep.sharded.models import ShardedModels
 from samestep.snapshot.read import Snapshot
 from samestep.step.buffer_rules import Rule
@@ -173,6 +175,7 @@ class Run(Training, Collectives, Recording):
         shard: Literal["full"] | None = None,
         units: Units | None = None,
         keep: Keep = "forward",
+        weights: str | Path | None = None,
     ) -> Module:
         """Move a module to the worker's devices, with rank 0's values on every worker.
 
@@ -194,6 +197,9 @@ class Run(Training, Collectives, Recording):
                 name and the module; default: the repeated blocks of at least 1 MiB.
             keep: How long gathered parameters stay: until the end of the "forward" of their unit,
                 of the "lane", or of the last lane of the "step".
+            weights: With `shard="full"`: path of a safetensors file with the values of the model,
+                or of a directory with such files and their index. Each worker reads its rows, so
+                that the module may be on the meta device, and larger than any worker's memory.
 
         Returns:
             The same module, changed in place.
@@ -210,14 +216,25 @@ class Run(Training, Collectives, Recording):
             raise ConfigError(f"shard must be 'full' or None, got {shard!r}")
         if shard is None and units is not None:
             raise ConfigError("units= are those of a sharded model: add shard='full'")
+        if shard is None and weights is not None:
+            raise ConfigError(
+                "weights= are those of a sharded model: add shard='full', or load the file before"
+                " run.replicate"
+            )
         if shard is not None and self._progress.place is not None:
             raise ModelError("call run.replicate(..., shard='full') before the first step")
+        if shard is not None:
+            self._models.check(module, keep)
         # Collective. The order of calls numbers the modules for the comparison of workers.
-        replicate(module, self.device, self._world)
-        # a replay looks into the gradients of whole parameters, whose bits are the same
-        if shard is not None and self._session.replay is None:
-            self._models.add(module, buffers, units, keep)
-            return module
+        replicate(module, self.device, self._world, may_be_meta=weights is not None)
+        if shard is not None:
+            opened = None if weights is None else self._models.open(module, weights)
+            # a replay looks into the gradients of whole parameters, whose bits are the same
+            if self._session.replay is None:
+                self._models.add(module, buffers, units, keep, opened)
+                return module
+            if opened is not None:
+                self._models.fill(module, opened)
         self._lanes.add(module, buffers)
         modules = self._session.divergence.modules
         if all(module is not known for known in modules):

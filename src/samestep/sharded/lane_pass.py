@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
-from samestep.comm.base import World
 from samestep.data.lane_loop import LaneSteps
-from samestep.errors import LossError
 from samestep.sharded.model import ShardedModel
 from samestep.sharded.parts import Part
-from samestep.sharded.unit import Trace
+from samestep.sharded.trace import Call, Kind
+from samestep.sharded.unit import Sharding
 from samestep.step.finite import size_of_flats
 from samestep.step.gradients import Gradients, Parameters
 from samestep.step.lane_pass import LanePass
 from samestep.step.overlap import Overlap
 from samestep.step.replicas import Replica
 from samestep.step.scaling import scaled
-
-UNKNOWN_ORDER: Final = (
-    "worker {} has no samples in the first lanes of this run, so it cannot know which units of the"
-    " sharded model the other workers gather. Use a first batch that gives each worker a lane with"
-    " samples"
-)
 
 
 class StreamedSums(Overlap):
@@ -39,15 +32,14 @@ class StreamedSums(Overlap):
         models: Sequence[ShardedModel],
         others: Sequence[int],
         inner: Overlap | None,
-        world: World,
-        trace: Trace,
+        sharding: Sharding,
     ) -> None:
         super().__init__([])
         self.kind_of_pass = ShardedPass
         self._models, self._others, self._inner = models, others, inner
         self._units = [unit for model in models for unit in model.units]
-        self._world, self.trace = world, trace
-        self._order = trace.calls  # of a lane, none yet
+        self._sharding, self.trace = sharding, sharding.trace
+        self._order: list[Call] = []  # of a lane, none yet
         self._totals: list[tuple[Part, Tensor]] = []
 
     @contextmanager
@@ -57,52 +49,64 @@ class StreamedSums(Overlap):
         The turn begins with lane `first`. A worker without a lane in it, or with one that has no
         samples, does what the others do in the order of a lane before.
         """
-        self.trace.begin(senders=min(self._world.size, lanes - first))
+        senders = min(self._sharding.world.size, lanes - first)
+        self.trace.begin(senders, announces=not self._order)
         for unit in self._units:
             unit.begin_lane()
         try:
             yield
             if not (self.trace.calls or self.trace.is_in_backward):
-                self._serve()
+                self._serve_lane()
                 return
             for unit in self._units if self.trace.is_in_backward else ():
                 unit.end_lane()  # roots, and those whose inputs need no gradient
-            if first == 0:  # later ones may gather nothing
+            self.trace.end_calls()
+            if first == 0 or not self._order:  # later ones may gather nothing
                 self._order = self.trace.calls
         finally:
             self.trace.end()
             for unit in self._units:
                 unit.close_lane()
 
-    def _serve(self) -> None:
-        if self._world.size == 1:  # a lane of zeros has its place in the tree, too
+    def _serve_lane(self) -> None:
+        """Do what other workers do in a lane, without a gradient."""
+        if not self._order and self._sharding.world.size > 1:
+            self.trace.follow(self._serve)
+            self._order = [*self.trace.calls]
+            if self._order:
+                return
+        for kind, unit in self._order:
+            self._serve(kind, unit)
+        if not self._order:  # a lane of zeros on all workers has its place in the tree, too
             for unit in self._units:
                 unit.add_lane()
-            return
-        if not self._order:
-            raise LossError(UNKNOWN_ORDER.format(self._world.rank))
-        frees = all(model.keep != "step" for model in self._models)
-        for what, unit in self._order:
-            if what == "sum":
-                unit.add_lane()
-            else:
-                unit.gather(frees=frees)
+
+    def _serve(self, kind: Kind, number: int) -> None:
+        unit = self._sharding.units[number]
+        if kind == "sum":
+            unit.add_lane()
+        else:
+            unit.serve_gather()
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
+        self.trace.begin_step()
         for unit in self._units:
             unit.begin_step()
+        for model in self._models:
+            model.hold()
 
     def end_lanes(self) -> None:
         """Free what is gathered, after the last lane."""
-        for unit in self._units:
-            unit.free()
+        for model in self._models:
+            model.release()
 
     def used_parameters(self) -> set[int]:
         """Return the ids of parameters with a gradient in a lane of this worker."""
         return set[int]().union(*(unit.used() for unit in self._units))
 
     def finish(self, own_gradients: Sequence[Gradients]) -> None:
+        self.trace.compare()
         self._totals = [pair for unit in self._units for pair in unit.totals()]
         totals = [total for _, total in self._totals if total.numel()]
         self.sizes = [size_of_flats(totals)] if totals else []
@@ -140,13 +144,15 @@ class ShardedPass(LanePass):
 
     def run(self) -> LaneSteps[list[Gradients]]:
         self.overlap.begin_step()
-        own_gradients = yield from super().run()
-        lanes, rank, workers = self.context.lanes, self.context.world.rank, self.context.world.size
-        left = lanes % workers
-        if left and rank >= left:  # others have another lane
-            with self.overlap.turn(lanes - left, lanes):
-                pass
-        self.overlap.end_lanes()
+        try:
+            own_gradients = yield from super().run()
+            world, lanes = self.context.world, self.context.lanes
+            left = lanes % world.size
+            if left and world.rank >= left:  # others have another lane
+                with self.overlap.turn(lanes - left, lanes):
+                    pass
+        finally:
+            self.overlap.end_lanes()
         return own_gradients
 
     def _run_lane(self, lane: int, replica: Replica) -> LaneSteps[Gradients]:

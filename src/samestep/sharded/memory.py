@@ -51,6 +51,8 @@ class GatherMemory:
         if self._places and out.data_ptr() == self._places[self._place].data_ptr():
             self._world.barrier_on_host(what)
         else:
+            if self._world.size > 1 and out.device.type == "cpu":  # GPUs compare orders at the end
+                self._world.barrier(what)  # an error if others are elsewhere
             self._world.all_gather(out.view(-1), own.view(-1), what)
 
 
@@ -113,9 +115,9 @@ class Gather:
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the parameters of all workers."""
+        self._note()
         return self._memory.allocate(size, dtype, device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         """Fill `output_tensor` with the `input_tensor` of all workers, by rank."""
-        self._note()
         self._memory.gather(output_tensor, input_tensor, self._what)

@@ -9,93 +9,116 @@ in lane order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from copy import deepcopy
+from typing import Any, Literal
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from samestep.comm.base import World
 from samestep.errors import ModelError
-from samestep.sharded.memory import Boxes, Gather, GatherMemory
-from samestep.sharded.parameter import guard
+from samestep.sharded.choice import Units, units_of
+from samestep.sharded.memory import Gather
+from samestep.sharded.parameter import READ, guard
 from samestep.sharded.parts import Part
-from samestep.sharded.unit import Trace, Unit
-from samestep.torch_internals import fully_shard_all, parameters_in, without_fsdp
+from samestep.sharded.trace import Trace
+from samestep.sharded.unit import Sharding, Unit
+from samestep.torch_internals import copy_with, fully_shard_all, parameters_in, without_fsdp
 
 Keep = Literal["forward", "lane", "step"]
-Units = Sequence[type[Module]] | Callable[[str, Module], bool]
-LEAST_BYTES: Final = 1 << 20  # of a repeated block
-MOST_ROOT_BYTES: Final = 64 << 20  # of a model without units
+Copy = Callable[[Module, dict[int, Any]], Module]
+NO_COPY = (
+    "a part of a sharded model cannot be copied alone: copy the module that run.replicate got, or"
+    " copy the part in `with run.full_parameters(model):`"
+)
 
 
 class ShardedModel:
-    """A model that is sharded over the workers of a run, in units, the last of which is itself."""
+    """A model that is sharded over the workers of a run, in units, the last of which is itself.
+
+    If its parameters are on the meta device, `values_of` returns those of the segment of each part,
+    and no worker has more than a unit of them. `copy` makes a copy that `copy.deepcopy` returns.
+    """
 
     def __init__(
         self,
         model: Module,
         units: Units | None,
-        world: World,
-        mesh: Any,
-        memory: GatherMemory,
-        boxes: Boxes,
-        trace: Trace,
-        *,
+        sharding: Sharding,
         keep: Keep,
-        round_to: torch.dtype | None,
+        copy: Copy,
+        values_of: Callable[[Part], Tensor] | None = None,
     ) -> None:
-        self.model, self.keep = model, keep
-        self._world, self._trace, self._boxes, self._round_to = world, trace, boxes, round_to
-        named = [*units_of(model, units), (type(model).__name__, model)]
+        self._model = ref(model)  # a copy of a model may end before the run
+        self.keep, self._sharding = keep, sharding
+        named = units_of(model, units)
+        self.names = {name for name, _ in named[:-1]}
         self.units: list[Unit] = []
-        fully_shard_all([module for _, module in named], mesh, keep=keep)
+
+        def allocate(module: Module) -> None:
+            materialize(module, sharding.device)
+
+        modules = [module for _, module in named]
+        fully_shard_all(modules, sharding.mesh, before=allocate)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for number, (name, module) in enumerate(named):
-            # weakly, because what a module holds is searched for state of user code
-            note = _Weak(self, ShardedModel._note, number)
-            gather = Gather(memory, note, f"gathering unit {name!r}")
-            self.units.append(self._unit(name, module, gather, names))
+        for name, module in named:
+            self.units.append(self._unit(name, module, names, values_of))
+            copy_with(module, copy if module is model else _refuse_copy)
         places = {name: place for place, name in enumerate(names.values())}
-        parts = [part for unit in self.units for part in [*unit.parts, *unit.frozen]]
+        parts = [part for unit in self.units for part in unit.all_parts]
         self.parts = sorted(parts, key=lambda part: places[part.name])
         self.by_id = {id(part.sharded): part for part in self.parts}  # of the sharded ones
-        for part in self.parts:
-            guard(part.sharded)
+        for module in modules:
+            module.register_state_dict_pre_hook(_refuse_state)
         # the root's parameters may be used outside of its forward: it ends with the lane
         for number, unit in enumerate(self.units[:-1]):
             # after FSDP2's own hook, so in backward before it frees the parameters
             hook = _Weak(self, ShardedModel._before_forward, number)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _unit(self, name: str, module: Any, gather: Gather, names: Mapping[int, str]) -> Unit:
-        """Return a unit, whose parts have the module's values."""
-        module.set_custom_all_gather(gather)
+    @property
+    def model(self) -> Any:
+        """The module, None if nothing holds it any more."""
+        return self._model()
+
+    def _unit(
+        self,
+        name: str,
+        module: Any,
+        names: Mapping[int, str],
+        values_of: Callable[[Part], Tensor] | None,
+    ) -> Unit:
+        """Return a unit, whose parts have the module's values unless there are others."""
+        sharding = self._sharding
+        # weakly, because what a module holds is searched for state of user code
+        note = _Weak(sharding.trace, Trace.add, "gather", len(sharding.trace.names))
+        module.set_custom_all_gather(Gather(sharding.memory, note, f"gathering unit {name!r}"))
         sharded = dict(module.named_parameters())
         module.unshard()
-        rank, workers = self._world.rank, self._world.size
+        rank, workers = sharding.world.rank, sharding.world.size
         parts = []
         for path, whole in module.named_parameters():
             if whole is not sharded[path]:
-                full_name = names[id(sharded[path])]
-                parts.append(Part(full_name, sharded[path], whole, rank, workers))
-                parts[-1].take(whole)
+                part = Part(names[id(sharded[path])], sharded[path], whole, rank, workers)
+                parts.append(part)
+                if values_of is None:
+                    part.take(whole)
         module.reshard()
-        return Unit(name, module, parts, self._world, self._trace, self._boxes, self._round_to)
-
-    def _note(self, number: int) -> None:
-        if number < len(self.units):
-            self._trace.calls.append(("gather", self.units[number]))
+        for part in parts if values_of is not None else ():
+            part.set(values_of(part))
+        unit = Unit(name, module, parts, sharding)
+        for part in parts:
+            guard(part, unit.free)
+        return unit
 
     def _before_forward(self, number: int, _: Module, args: Any, kwargs: Any) -> Any:
         """Let the unit know when backward has left it."""
-        if self._trace.is_in_backward or not torch.is_grad_enabled():  # a checkpoint repeats it
-            return None
+        if self._sharding.trace.is_in_backward or not torch.is_grad_enabled():
+            return None  # a checkpoint repeats it
         leaves, spec = tree_flatten((args, kwargs))
         places = [
             n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -108,6 +131,23 @@ class ShardedModel:
         for n, leaf in zip(places, watched, strict=True):
             leaves[n] = leaf
         return tree_unflatten(leaves, spec)
+
+    def hold(self) -> None:
+        """Keep units gathered as long as `keep` says, in the lanes of a step.
+
+        The root is needed in all of a lane, so that it takes no more memory to keep it between two.
+        """
+        for unit in self.units:
+            is_root = unit is self.units[-1]
+            unit.hold(
+                in_lane=is_root or self.keep != "forward", in_step=is_root or self.keep == "step"
+            )
+
+    def release(self) -> None:
+        """Free what is gathered, and each unit from now on after each forward pass."""
+        for unit in self.units:
+            unit.hold(in_lane=False, in_step=False)
+            unit.free()
 
     def free(self) -> None:
         """Free what is gathered: before parameters change, and at the end of a step."""
@@ -123,11 +163,20 @@ class ShardedModel:
         self.free()
         whole: dict[int, Parameter] = {}  # by id of the sharded one
         for unit in self.units:
-            unit.gather(frees=False)
-            for part in [*unit.parts, *unit.frozen]:
+            unit.gather()
+            for part in unit.all_parts:
                 values = part.whole.detach().clone()
                 whole[id(part.sharded)] = Parameter(values, part.whole.requires_grad)
             unit.free()
+        with self._having(whole):
+            yield
+            for part in self.parts:
+                part.take(whole[id(part.sharded)])
+        self._sharding.world.barrier("leaving run.full_parameters")
+
+    @contextmanager
+    def _having(self, whole: Mapping[int, Parameter]) -> Iterator[None]:
+        """Let the model be a plain one, with these parameters by id of the sharded ones."""
         places = [
             (registry, name, parameter)
             for registry in map(parameters_in, self.model.modules())
@@ -139,12 +188,43 @@ class ShardedModel:
                 registry[name] = whole[id(parameter)]
             try:
                 yield
-                for part in self.parts:
-                    part.take(whole[id(part.sharded)])
             finally:
                 for registry, name, parameter in places:
                     registry[name] = parameter
-        self._world.barrier("leaving run.full_parameters")
+
+    def plain_copy(self, memo: dict[int, Any]) -> Module:
+        """Return a plain copy of the model, with parameters on the meta device."""
+        self.free()
+        whole = {
+            id(part.sharded): Parameter(
+                torch.empty(part.shape, dtype=part.segment.dtype, device="meta"),
+                part.whole.requires_grad,
+            )
+            for part in self.parts
+        }
+        with self._having(whole):
+            return deepcopy(self.model, memo)
+
+
+def materialize(module: Module, device: torch.device) -> None:
+    """Give parameters on the meta device memory, without values; those that are tied stay so."""
+    made: dict[int, Parameter] = {}
+    for registry in map(parameters_in, module.modules()):
+        for name, parameter in registry.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    made[id(parameter)] = Parameter(values, parameter.requires_grad)
+                registry[name] = made[id(parameter)]
+
+
+def _refuse_state(_: Module, __: str, keep_vars: bool) -> None:
+    if not keep_vars:
+        raise ModelError(READ.format("state_dict"))
+
+
+def _refuse_copy(_: Module, __: dict[int, Any]) -> Module:
+    raise ModelError(NO_COPY)
 
 
 class Left(torch.autograd.Function):
@@ -172,39 +252,3 @@ class _Weak:
     def __call__(self, *args: Any) -> Any:
         owner = self._owner()
         return None if owner is None else self._function(owner, *self._first, *args)
-
-
-def units_of(model: Module, units: Units | None) -> list[tuple[str, Module]]:
-    """Return the modules whose parameters are gathered at once, by name, the inner ones first.
-
-    `units` has their classes, or tells which ones they are. By default, they are the repeated
-    blocks: members of a `ModuleList` or `Sequential` of one class that have at least 1 MiB.
-    """
-    is_unit: Callable[[str, Module], bool]
-    if units is None:
-        blocks = {id(block) for owner in model.modules() for block in _blocks_of(owner)}
-        is_unit = lambda _, module: id(module) in blocks  # noqa: E731
-    elif isinstance(units, Sequence):
-        kinds = tuple(units)
-        is_unit = lambda _, module: isinstance(module, kinds)  # noqa: E731
-    else:
-        is_unit = units
-    named = [(name, module) for name, module in model.named_modules() if name]
-    found = [(name, module) for name, module in named if is_unit(name, module)]
-    if not found and (units is not None or _bytes(model) > MOST_ROOT_BYTES):
-        raise ModelError(
-            f"shard='full' found no units in {type(model).__name__}: pass the classes of its"
-            " blocks, as in units=(Block,), whose parameters are gathered at once"
-        )
-    return found[::-1]
-
-
-def _blocks_of(owner: Module) -> list[Module]:
-    """Return the large members of a list of modules whose class has several of them."""
-    members = [*owner.children()] if isinstance(owner, (ModuleList, Sequential)) else []
-    numbers = Counter(map(type, members))
-    return [m for m in members if numbers[type(m)] > 1 and _bytes(m) >= LEAST_BYTES]
-
-
-def _bytes(module: Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

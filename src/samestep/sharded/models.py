@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Final, get_args
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, get_args
+from weakref import ref
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 from torch.nn import Module
 
 from samestep.comm.connect import mesh_of_workers
 from samestep.errors import ConfigError, ModelError, OptimizerError
+from samestep.sharded.choice import Units
 from samestep.sharded.lane_pass import StreamedSums
 from samestep.sharded.memory import Boxes, GatherMemory
-from samestep.sharded.model import Keep, ShardedModel, Units
+from samestep.sharded.model import Keep, ShardedModel, materialize
 from samestep.sharded.model_state import ModelState
 from samestep.sharded.optimizer import ShardedOptimizer
 from samestep.sharded.parts import Part
-from samestep.sharded.unit import Trace
+from samestep.sharded.trace import Trace
+from samestep.sharded.unit import Sharding
+from samestep.sharded.weights import Weights, open_together
 from samestep.step.buffer_rules import Rule
 from samestep.step.gradients import Parameters, parameters_of
 from samestep.step.lane_engine import LaneEngine
@@ -29,49 +35,22 @@ KEEPS: Final = get_args(Keep)
 
 
 class ShardedModels:
-    """The models that `run.replicate(..., shard="full")` has divided, by id."""
+    """The models that `run.replicate(..., shard="full")` has divided, and their copies, by id."""
 
     def __init__(self, engine: LaneEngine) -> None:
         self._engine, self._world = engine, engine.world
-        self._memory, self._boxes = GatherMemory(engine.world), Boxes(engine.world)
-        self._trace = Trace()
         self._models: dict[int, ShardedModel] = {}
         self._parts: dict[int, Part] = {}  # by id of the sharded parameter
 
-    def add(
-        self, model: Module, rules: Mapping[str, Rule] | None, units: Units | None, keep: Keep
-    ) -> None:
-        """Shard a model that is replicated, and register it for training."""
-        engine = self._engine
-        self._check(keep)
-        if not self._models:
-            if engine.optimizers.seals:
-                raise ModelError(
-                    "run.replicate(..., shard='full') changes which worker computes which lanes:"
-                    " call it before run.shard and before the first step"
-                )
-            engine.take_turns(self._sums, self._free)
-            engine.optimizers.checks.append(self._refuse_unsharded)
-        sharded = ShardedModel(
-            model,
-            units,
-            self._world,
-            mesh_of_workers(self._world, engine.devices[0], engine.config.timeout),
-            self._memory,
-            self._boxes,
-            self._trace,
-            keep=keep,
-            round_to=engine.round_to,
-        )
-        self._models[id(model)] = sharded
-        self._parts |= sharded.by_id
-        engine.add(model, rules)
-        engine.manual.watch_named(model, ((part.name, part.whole) for part in sharded.parts))
-        whole = {number: part.whole for number, part in sharded.by_id.items()}
-        engine.models.divide(whole, {n: part.segment for n, part in sharded.by_id.items()})
+    @cached_property
+    def _sharding(self) -> Sharding:
+        world, device = self._world, self._engine.devices[0]
+        mesh = mesh_of_workers(world, device, self._engine.config.timeout)
+        trace, round_to = Trace(world, device), self._engine.round_to
+        return Sharding(world, device, mesh, GatherMemory(world), Boxes(world), trace, round_to)
 
-    def _check(self, keep: Keep) -> None:
-        """Raise `ConfigError` if models cannot be sharded here."""
+    def check(self, model: object, keep: Keep) -> None:
+        """Raise `ConfigError` or `ModelError` if a model cannot be sharded here, or is already."""
         config = self._engine.config
         if not can_shard_fully():
             raise ConfigError(
@@ -89,6 +68,84 @@ class ShardedModels:
                 "shard='full' cannot be used with recheck_every, which repeats lanes and updates"
                 " on one worker; leave one of them out"
             )
+        if isinstance(model, Module) and self._inside(model):
+            raise ModelError(
+                f"this {type(model).__name__} is sharded already, or a copy of a sharded model: to"
+                " train a copy, make it in `with run.full_parameters(model):`"
+            )
+
+    def add(
+        self,
+        model: Module,
+        rules: Mapping[str, Rule] | None,
+        units: Units | None,
+        keep: Keep,
+        weights: Weights | None,
+    ) -> None:
+        """Shard a model that is replicated, and register it for training."""
+        engine = self._engine
+        if not self._models:
+            if engine.optimizers.seals:
+                raise ModelError(
+                    "run.replicate(..., shard='full') changes which worker computes which lanes:"
+                    " call it before run.shard and before the first step"
+                )
+            engine.take_turns(self._sums, self._free)
+            engine.optimizers.checks.append(self._refuse_unsharded)
+        sharded = self._divide(model, units, keep, None if weights is None else weights.of)
+        engine.add(model, rules)
+        engine.manual.watch_named(model, ((part.name, part.whole) for part in sharded.parts))
+        whole = {number: part.whole for number, part in sharded.by_id.items()}
+        engine.models.divide(whole, {n: part.segment for n, part in sharded.by_id.items()})
+
+    def _divide(
+        self,
+        model: Module,
+        units: Units | None,
+        keep: Keep,
+        values_of: Callable[[Part], Tensor] | None,
+    ) -> ShardedModel:
+        for number, each in list(self._models.items()):
+            if each.model is None:  # a copy that has ended
+                del self._models[number]
+                for part in each.parts:
+                    del self._parts[id(part.sharded)]
+                for unit in each.units:
+                    del self._sharding.units[unit.number]
+        owner = ref(self)  # a module is searched for state of user code
+
+        def copy(module: Module, memo: dict[int, Any]) -> Module:
+            models = owner()
+            if models is None:
+                raise ModelError("a sharded model cannot be copied after its run has ended")
+            return models._copy(module, memo)  # noqa: SLF001
+
+        sharded = ShardedModel(model, units, self._sharding, keep, copy, values_of)
+        self._models[id(model)] = sharded
+        self._parts |= sharded.by_id
+        self._sharding.units.update({unit.number: unit for unit in sharded.units})
+        return sharded
+
+    def _copy(self, model: Module, memo: dict[int, Any]) -> Module:
+        """Return a copy of a sharded model, of which each worker has the same rows. Collective."""
+        source = self._models[id(model)]
+        copied = source.plain_copy(memo)
+        segments = {part.name: part.segment.detach() for part in source.parts}
+        units = (lambda name, _: name in source.names) if source.names else None
+        self._divide(copied, units, source.keep, lambda part: segments[part.name])
+        return copied
+
+    def open(self, model: Module, path: str | Path) -> Weights:
+        """Return the values of a model in a file, and fill its buffers. Collective."""
+        return open_together(path, model, self._engine.devices[0], self._world)
+
+    def fill(self, model: Module, weights: Weights) -> None:
+        """Let a model have the values of a file, whole: for `samestep replay`."""
+        materialize(model, self._engine.devices[0])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                values = weights.rows(name, 0, parameter.numel())
+                parameter.copy_(values.view_as(parameter))
 
     def holds(self, optimizer: optim.Optimizer) -> bool:
         """Return whether the optimizer has parameters of a sharded model."""
@@ -105,18 +162,31 @@ class ShardedModels:
         return ShardedOptimizer(optimizer, self._parts, self._world, self._free)
 
     def state_of(self, item: object) -> ModelState | None:
-        """Return what saves and loads a sharded model, None for other objects."""
-        sharded = self._models.get(id(item))
-        return None if sharded is None else ModelState(sharded, is_main=self._world.rank == 0)
+        """Return what saves and loads a module with sharded parameters, None for other objects."""
+        if not isinstance(item, Module) or not self._inside(item):
+            return None
+        return ModelState(item, self._parts, self._free)
 
     @contextmanager
     def full(self, model: Module) -> Iterator[None]:
-        """Let a model have its whole parameters in this block. Collective."""
-        sharded = self._models.get(id(model))
-        if sharded is None and any(id(part) in self._models for part in model.modules()):
+        """Let the sharded models in a module have their whole parameters. Collective."""
+        inside = self._inside(model)
+        if inside and not any(inside):
             raise ModelError("run.full_parameters needs the module that run.replicate got")
-        with nullcontext() if sharded is None else sharded.full():
+        with ExitStack() as stack:
+            for sharded in filter(None, inside):
+                stack.enter_context(sharded.full())
             yield
+
+    def _inside(self, model: Module) -> list[ShardedModel | None]:
+        """Return the sharded models in a module, [None] if it is only a part of one."""
+        found = [
+            each
+            for module in model.modules()
+            if (each := self._models.get(id(module))) is not None and each.model is module
+        ]
+        is_part = not found and any(id(p) in self._parts for p in model.parameters())
+        return [None] if is_part else [*found]
 
     def _sums(self, parameters: Parameters, new: Callable[[Parameters], Overlap]) -> Overlap:
         """Return the sums of parameters; `new` returns those of replicated ones."""
@@ -126,7 +196,7 @@ class ShardedModels:
         if not used:
             return new(parameters)
         inner = new([parameters[n] for n in others]) if others else None
-        return StreamedSums([*used.values()], others, inner, self._world, self._trace)
+        return StreamedSums([*used.values()], others, inner, self._sharding)
 
     def _free(self) -> None:
         """Free gathered parameters, which are no longer the current ones."""

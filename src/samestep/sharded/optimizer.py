@@ -17,6 +17,7 @@ from samestep.step.optimizer_state import (
     copied,
     is_elementwise,
     load_optimizer,
+    numbers_of,
 )
 from samestep.step.shard import DividedOptimizer
 
@@ -61,22 +62,35 @@ class Segments:
 
         Each row is that of the worker that owns its first element. Collective.
         """
-        counts = [-(-part.numel // ALIGNMENT) for part in self.parts]
+        # [workers, parts] numbers of rows
+        counts = [
+            [stop - start for start, stop in (_norm_rows(part.rows[rank]) for part in self.parts)]
+            for rank in range(self._world.size)
+        ]
         device = self.parts[0].segment.device
-        own = torch.zeros(sum(counts), dtype=torch.float64, device=device)
-        start = 0
-        for part, count in zip(self.parts, counts, strict=True):
-            gradient = part.segment.grad
-            first, last = -(-part.start // ALIGNMENT), -(-part.stop // ALIGNMENT)
-            if gradient is not None and first < last:
-                values = gradient[first * ALIGNMENT - part.low : last * ALIGNMENT - part.low]
-                own[start + first : start + last] = row_squares(values)
-            start += count
-        rows = own.new_empty(self._world.size, len(own))
-        self._world.all_gather(rows.view(-1), own, "adding up the gradient norm")
-        total = rows.sum(0)  # exact: each row is zero on all workers but one
-        pairs = zip(self.parts, total.split(counts), strict=True)
-        return {id(part.sharded): values for part, values in pairs}
+        most = max(map(sum, counts))
+        own = torch.zeros(most, dtype=torch.float64, device=device)
+        place = 0
+        for part, count in zip(self.parts, counts[self._world.rank], strict=True):
+            gradient, (start, stop) = part.segment.grad, _norm_rows((part.start, part.stop))
+            if gradient is not None and count:
+                values = gradient[start * ALIGNMENT - part.low : stop * ALIGNMENT - part.low]
+                own[place : place + count] = row_squares(values)
+            place += count
+        gathered = own.new_empty(self._world.size, most)
+        self._world.all_gather(gathered.view(-1), own, "adding up the gradient norm")
+        # [workers, parts], 1-D each, of which those of a part are in the order of its rows
+        of_workers = [
+            rows[: sum(count)].split(count) for rows, count in zip(gathered, counts, strict=True)
+        ]
+        of_parts = zip(self.parts, zip(*of_workers, strict=True), strict=True)
+        return {id(part.sharded): torch.cat(rows) for part, rows in of_parts}
+
+
+def _norm_rows(elements: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows of 64 elements whose first one is among these elements."""
+    start, stop = elements
+    return -(-start // ALIGNMENT), -(-stop // ALIGNMENT)
 
 
 class ShardedOptimizer(DividedOptimizer):
@@ -124,11 +138,7 @@ class ShardedOptimizer(DividedOptimizer):
     def counters_of_cut(self) -> dict[str, Any]:
         """Return the numbers in the state of each parameter of which this worker has a part."""
         state = {
-            number: {
-                name: value.tolist() if isinstance(value, Tensor) else value
-                for name, value in self.contents.state.get(part.segment, {}).items()
-                if not is_elementwise(name, value)
-            }
+            number: numbers_of(self.contents.state.get(part.segment, {}))
             for number, part in enumerate(self._parts)
             if part.size
         }
@@ -146,9 +156,7 @@ class ShardedOptimizer(DividedOptimizer):
             }
             if entry and part.size:
                 state[number] = entry
-        pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
-        groups = [{**group, "params": indices} for group, indices in pairs]
-        return {"state": state, "param_groups": groups}
+        return self._saved(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this worker's rows of a whole `state_dict`."""

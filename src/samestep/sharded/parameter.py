@@ -1,14 +1,17 @@
-"""A sharded parameter in a module: it can be named and counted, and not read."""
+"""A sharded parameter in a module: its rows can be updated one by one, and not be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from weakref import ref
 
-from torch.nn import Parameter
+import torch
+from torch import Tensor
 
 from samestep.errors import ModelError
-from samestep.torch_internals import set_class, without_torch_function
+from samestep.sharded.parts import Part
+from samestep.torch_internals import FOREACH, set_class, without_torch_function
 
 READ: Final = (
     "a parameter of a sharded model was read by {}, but each worker has only some of its rows, and"
@@ -22,39 +25,148 @@ HARMLESS: Final = frozenset(
     | {"stride", "untyped_storage"}
 )
 VALUES: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties
+# what gives each element the same bits wherever its row is, for averages of parameters
+ELEMENTWISE: Final = frozenset(
+    {"add", "addcdiv", "addcmul", "clone", "copy_", "detach", "div", "lerp", "mul", "sub", "to"}
+    | {"add_", "addcdiv_", "addcmul_", "div_", "lerp_", "mul_", "sub_", "zero_"}
+    | {"__rsub__"}
+    | FOREACH
+)
 
 
-def guard(parameter: Parameter) -> None:
-    """Let every operation that reads a sharded parameter raise `ModelError`."""
-    set_class(parameter, _guarded(type(parameter)))
+def guard(part: Part, free: Callable[[], None]) -> None:
+    """Let every operation that reads the sharded parameter of a part raise `ModelError`.
+
+    Without autograd, elementwise ones compute with the rows of this worker. `free` is called after
+    those that write them, so that the next forward pass gathers them again.
+    """
+    set_class(part.sharded, _guarded(type(part.sharded)))
+    vars(part.sharded)["own"] = Own(part, free)
+
+
+class Own:
+    """What a worker owns of a parameter: elements of which a tensor in user code has values."""
+
+    def __init__(self, part: Part, free: Callable[[], None]) -> None:
+        # weakly, because it is an attribute of what the part has
+        self._part, self.extent, self._free = ref(part), (part.shape, part.low, part.high), free
+
+    @property
+    def part(self) -> Part:
+        """The part, as long as the model and its run exist."""
+        part = self._part()
+        if part is None:
+            raise ModelError("a sharded model cannot be used after its run has ended")
+        return part
+
+    def publish(self) -> None:
+        """Let the model have what was written."""
+        self.part.publish()
+        self._free()
+
+
+class Guarded:
+    """A tensor of user code that stands for the rows of a parameter that this worker has."""
+
+    __slots__ = ()  # so that a parameter may become one
+    is_sharded = True
+    own: Own
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Do what does not depend on values, or with those of this worker what may be."""
+        name = getattr(func, "__name__", str(func))
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in ELEMENTWISE:
+            return _computed(func, name, args, kwargs or {})
+        if name not in HARMLESS or (name == "__get__" and attribute in VALUES):
+            raise ModelError(READ.format(attribute if name == "__get__" else name))
+        return without_torch_function(func, *args, **(kwargs or {}))
+
+
+class Rows(Guarded, Tensor):
+    """Values of the elements of a segment: the parameter's, or computed from them, [size]."""
+
+    is_of_model = False  # has the model's memory
+
+    def __repr__(self, **_: Any) -> str:
+        return "rows of a sharded parameter"
+
+
+def _rows(own: Own, values: Tensor, *, is_of_model: bool = False) -> Rows:
+    result = without_torch_function(Tensor.as_subclass, values, Rows)
+    vars(result).update(own=own, is_of_model=is_of_model)
+    return result
+
+
+def _computed(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what an elementwise operation returns for the rows of this worker."""
+    is_each = name in FOREACH  # of lists
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    owns = [_own_of(name, each) for each in (zip(*lists, strict=False) if is_each else [args])]
+    with torch.no_grad():
+        plain = [
+            [*map(_plain, arg)] if isinstance(arg, (list, tuple)) else _plain(arg) for arg in args
+        ]
+        named = {key: _plain(value) for key, value in kwargs.items()}
+        results = without_torch_function(func, *plain, **named)
+    if name.endswith("_"):
+        for written in args[0] if is_each else args[:1]:
+            if isinstance(written, Guarded) and getattr(written, "is_of_model", True):
+                written.own.publish()
+        return args[0]
+    if not is_each:
+        is_of_model = name in {"detach", "to"} and _is_of_model(owns[0], results)
+        return _rows(owns[0], results, is_of_model=is_of_model)
+    pairs = zip(owns, results, strict=True)
+    return [value if own is None else _rows(own, value) for own, value in pairs]
+
+
+def _own_of(name: str, values: Sequence[Any]) -> Any:
+    """Return whose rows the tensors are, None without any; all have to have the same rows."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    owns = [value.own for value in tensors if isinstance(value, Guarded)]
+    others = [value for value in tensors if not isinstance(value, Guarded)]
+    has_graph = (
+        name != "detach"
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in tensors)
+    )
+    is_mixed = len({own.extent for own in owns}) > 1 or any(other.dim() for other in others)
+    if owns and (has_graph or is_mixed):
+        raise ModelError(READ.format(name))
+    return owns[0] if owns else None
+
+
+def _is_of_model(own: Own, values: Tensor) -> bool:
+    return values.data_ptr() == own.part.segment.data_ptr()
+
+
+def _plain(value: Any) -> Any:
+    """Return the segment of a sharded parameter; other values as they are."""
+    is_parameter = isinstance(value, Guarded) and not isinstance(value, Rows)
+    return value.own.part.segment.detach() if is_parameter else value
 
 
 def _guarded(kind: type[Any]) -> Any:
-    if kind in _KINDS:
-        return _KINDS[kind]
+    if kind not in _KINDS:
+        slots = {"__slots__": (), "own_rows": _own_rows}
+        _KINDS[kind] = type("ShardedParameter", (Guarded, kind), slots)
+    return _KINDS[kind]
 
-    class ShardedParameter(kind):  # type: ignore[misc]
-        """A DTensor of which user code reads no values."""
 
-        __slots__ = ()
-        is_sharded = True
-
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Any,
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any:
-            name = getattr(func, "__name__", str(func))
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name not in HARMLESS or (name == "__get__" and attribute in VALUES):
-                raise ModelError(READ.format(attribute if name == "__get__" else name))
-            return without_torch_function(func, *args, **(kwargs or {}))
-
-    _KINDS[kind] = ShardedParameter
-    return ShardedParameter
+def _own_rows(parameter: Any) -> Tensor:
+    """Return the elements of a sharded parameter that this worker alone owns, 1-D."""
+    part: Part = parameter.own.part
+    return part.segment.detach()[part.inner]
 
 
 _KINDS: dict[type, type] = {}

@@ -70,8 +70,12 @@ class Part:
 
     def take(self, whole: Tensor) -> None:
         """Take this worker's elements of the whole parameter."""
+        self.set(whole.detach().reshape(-1)[self.low : self.high])
+
+    def set(self, values: Tensor) -> None:
+        """Set the elements of the segment, [size]."""
         with torch.no_grad():
-            self.segment.copy_(whole.detach().reshape(-1)[self.low : self.high])
+            self.segment.copy_(values)
         self.publish()
 
     def add_gradient(self, gradient: Tensor) -> None:

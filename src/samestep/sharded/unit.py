@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,33 +15,28 @@ from torch.nn import Module
 from samestep.comm.base import World
 from samestep.errors import LossError, ModelError
 from samestep.sharded.carry import Carry
-from samestep.sharded.memory import Boxes, is_shared
+from samestep.sharded.memory import Boxes, GatherMemory, is_shared
 from samestep.sharded.parts import Part
+from samestep.sharded.trace import Trace
 from samestep.step.gradients import sum_dtype
 
 
-class Trace:
-    """What the units of a run do in a lane, in order: gathers of parameters and sums of gradients.
+@dataclass(frozen=True)
+class Sharding:
+    """What the units of a run have in common.
 
-    A worker without a lane does the same, without a gradient. `senders` workers have a lane now.
+    `mesh` is FSDP2's, of all workers. Gradients and sums are rounded to `round_to`, None for the
+    parameters' own dtype. `units` are those of all models, by their numbers.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Literal["gather", "sum"], Unit]] = []
-        self.senders = 0
-        self.is_in_backward = False
-
-    def begin(self, senders: int) -> None:
-        """Begin a lane."""
-        self.calls, self.senders, self.is_in_backward = [], senders, False
-
-    def begin_backward(self) -> None:
-        """Begin the backward pass of the lane."""
-        self.is_in_backward = True
-
-    def end(self) -> None:
-        """End a lane, after which no gradient is one of a lane."""
-        self.is_in_backward = False
+    world: World
+    device: torch.device
+    mesh: Any
+    memory: GatherMemory
+    boxes: Boxes
+    trace: Trace
+    round_to: torch.dtype | None
+    units: dict[int, Unit] = field(default_factory=dict)
 
 
 class Unit:
@@ -49,32 +46,27 @@ class Unit:
     often as forward has entered it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: Module,
-        parts: list[Part],
-        world: World,
-        trace: Trace,
-        boxes: Boxes,
-        round_to: torch.dtype | None,
-    ) -> None:
-        self.name, self.module = name, module
+    def __init__(self, name: str, module: Module, parts: list[Part], sharding: Sharding) -> None:
+        self.name, self._module = name, ref(module)
+        self._sharding, self._world = sharding, sharding.world
+        self._trace = sharding.trace
+        self.number = len(self._trace.names)
+        self._trace.names.append(name)
         self.parts = [part for part in parts if part.whole.requires_grad]
         self.frozen = [part for part in parts if not part.whole.requires_grad]
-        self._world, self._trace, self._boxes = world, trace, boxes
         dtypes = {part.whole.dtype for part in self.parts}
         if len(dtypes) > 1:
             raise ModelError(
                 f"unit {name!r} has trained parameters of several dtypes: "
                 f"{', '.join(sorted(map(str, dtypes)))}; make each a unit of its own"
             )
-        self._dtype = sum_dtype(min(dtypes, default=torch.float32, key=str), round_to)
+        self._dtype = sum_dtype(min(dtypes, default=torch.float32, key=str), sharding.round_to)
         # elements of each lane that each worker gets, by rank
         self._sizes = [
             sum(high - low for low, high in (part.wide[rank] for part in self.parts))
-            for rank in range(world.size)
+            for rank in range(self._world.size)
         ]
+        self._is_held = False
         self._gradients: dict[int, Tensor] = {}  # of the current lane, by number of the part
         self._entered = 0  # times that forward has entered it and backward has not left it
         self._is_added = True  # unless a lane trains it whose gradients are not added yet
@@ -85,21 +77,37 @@ class Unit:
             part.whole.register_post_accumulate_grad_hook(hook)
 
     @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.parts[0].whole.device
+    def module(self) -> Any:
+        """The module."""
+        return self._module()
 
-    def gather(self, *, frees: bool) -> None:
+    @property
+    def all_parts(self) -> list[Part]:
+        """The parts, also those that are not trained."""
+        return [*self.parts, *self.frozen]
+
+    def gather(self) -> None:
+        """Gather the parameters."""
+        self.module.unshard()
+
+    def serve_gather(self) -> None:
         """Take part in a gather of others, and free the parameters if others do."""
-        module: Any = self.module
-        module.unshard()
-        if frees:
-            module.reshard()
+        self.gather()
+        if not self._is_held:
+            self.free()
+
+    def hold(self, *, in_lane: bool, in_step: bool) -> None:
+        """Keep what is gathered between forward and backward, and from lane to lane, or free it.
+
+        Outside of steps it is freed, because user code then has to see sharded parameters.
+        """
+        self._is_held = in_step
+        self.module.set_reshard_after_forward(not in_lane, recurse=False)
+        self.module.set_reshard_after_backward(not in_step, recurse=False)
 
     def free(self) -> None:
         """Free the parameters if they are gathered."""
-        module: Any = self.module
-        module.reshard()
+        self.module.reshard()
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
@@ -128,7 +136,6 @@ class Unit:
         """Add the gradients of this lane, unless that is done."""
         if not self._is_added and self.parts:
             self._is_added = True
-            self._trace.calls.append(("sum", self))
             self.add_lane()
 
     def _arrived(self, number: int, parameter: Tensor) -> None:
@@ -154,13 +161,14 @@ class Unit:
         if not self.parts:
             return
         rank, workers, senders = self._world.rank, self._world.size, self._trace.senders
+        self._trace.add("sum", self.number)
         gradients = self._take() if rank < senders else [[] for _ in range(workers)]
         own, what = self._sizes[rank], f"adding up the gradients of unit {self.name!r}"
-        if is_shared(self._world, self.device):
-            pieces = self._boxes.pieces(self._sizes, gradients, senders, self._dtype, what)
+        if is_shared(self._world, self._sharding.device):
+            pieces = self._sharding.boxes.pieces(self._sizes, gradients, senders, self._dtype, what)
             self._sums.add(own, pieces)
             return
-        none = torch.empty(0, dtype=self._dtype, device=self.device)
+        none = torch.empty(0, dtype=self._dtype, device=self._sharding.device)
         sent = torch.cat([none, *chain.from_iterable(gradients)])
         gradients.clear()
         received = sent.new_empty(senders * own)

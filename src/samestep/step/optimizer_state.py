@@ -103,6 +103,15 @@ def state_of(part: slice, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not elementwise in a state, as JSON."""
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if not is_elementwise(name, value)
+    }
+
+
 def copied(value: Any) -> Any:
     """Return a value of a state that shares no memory with this one."""
     return value.clone() if isinstance(value, Tensor) else value

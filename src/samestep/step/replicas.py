@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -20,7 +20,7 @@ from samestep.comm.base import World
 from samestep.data.batch import BatchCopier
 from samestep.errors import ModelError
 from samestep.step.layout import GPU_ALIGNMENT_BYTES, Layout, lanes_of, view_like
-from samestep.torch_internals import SHARDED, buffers_in, foreach_copy_, parameters_in
+from samestep.torch_internals import SHARDED, buffers_in, foreach_copy_, move_module, parameters_in
 
 # Larger tensors are sent separately: joining them would use memory and copy them twice.
 LARGE_BYTES: Final = 1 << 20
@@ -31,39 +31,60 @@ WRAPPERS: Final = frozenset(
 )
 
 
-def replicate(module: Module, device: torch.device, world: World) -> None:
+def replicate(
+    module: Module, device: torch.device, world: World, *, may_be_meta: bool = False
+) -> None:
     """Move a module to `device` and overwrite its parameters and buffers with rank 0's.
 
     Names, shapes, dtypes and `requires_grad` are compared first. Raises `ModelError` with the first
-    difference, on all workers.
+    difference, on all workers. With `may_be_meta`, what is on the meta device stays there.
     """
     if not isinstance(module, Module):
         raise ModelError(f"run.replicate expected a torch.nn.Module, got {type(module).__name__}")
     check_unwrapped(module)
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if torch.nn.parameter.is_lazy(tensor):
-            advice = "run the model once on a sample before run.replicate"
-            raise ModelError(f"parameter {name!r} has no shape yet; {advice}")
-    module.to(device)
+    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    _refuse_without_values(tensors, may_be_meta=may_be_meta)
+    if may_be_meta:
+        move_module(module, device)
+    else:
+        module.to(device)
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
     specs = {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()}
     _compare(specs, world)
-    with torch.no_grad():
-        together: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors.values():
-            if tensor.nbytes >= LARGE_BYTES:
-                values = tensor.contiguous()  # a copy for channels last, since memory is sent
-                world.broadcast(values, WHAT)
-                if values is not tensor:
-                    tensor.copy_(values)
-            else:
-                together.setdefault(tensor.dtype, []).append(tensor)
-        for small in together.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in small])  # 1-D, one message per dtype
-            world.broadcast(flat, WHAT)
-            parts = flat.split([tensor.numel() for tensor in small])
-            for tensor, values in zip(small, parts, strict=True):
-                tensor.copy_(values.view(tensor.shape))
+    _broadcast([tensor for tensor in tensors.values() if not tensor.is_meta], world)
+
+
+def _refuse_without_values(tensors: Mapping[str, Tensor], *, may_be_meta: bool) -> None:
+    """Raise `ModelError` for a tensor without a shape, or without values."""
+    for name, tensor in tensors.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            advice = "run the model once on a sample before run.replicate"
+            raise ModelError(f"parameter {name!r} has no shape yet; {advice}")
+        if tensor.is_meta and not may_be_meta:
+            raise ModelError(
+                f"{name!r} is on the meta device, so it has no values: make the model on another"
+                " device, or pass shard='full' and weights=, the path of a safetensors file"
+            )
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[Tensor], world: World) -> None:
+    """Overwrite tensors with rank 0's."""
+    together: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.nbytes >= LARGE_BYTES:
+            values = tensor.contiguous()  # a copy for channels last, since memory is sent
+            world.broadcast(values, WHAT)
+            if values is not tensor:
+                tensor.copy_(values)
+        else:
+            together.setdefault(tensor.dtype, []).append(tensor)
+    for small in together.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in small])  # 1-D, one message per dtype
+        world.broadcast(flat, WHAT)
+        parts = flat.split([tensor.numel() for tensor in small])
+        for tensor, values in zip(small, parts, strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def check_unwrapped(module: Module) -> None:

@@ -34,6 +34,7 @@ from samestep.step.optimizer_state import (
     copied,
     is_elementwise,
     load_optimizer,
+    numbers_of,
 )
 from samestep.torch_internals import step_without_hooks
 
@@ -65,6 +66,7 @@ class DividedOptimizer(DividedState):
     optimizer: optim.Optimizer
     contents: Contents
     flat_buffers: Sequence[Any]  # `FlatBuffer`, or what has its methods for other storage
+    _group_indices: Sequence[Sequence[int]]  # of complete parameters, by group
 
     @abstractmethod
     def complete(self) -> None:
@@ -79,6 +81,12 @@ class DividedOptimizer(DividedState):
         groups = self.optimizer.param_groups
         options = [{name: group[name] for name in group if name != "params"} for group in groups]
         return {"param_groups": options}
+
+    def _saved(self, state: Mapping[int, Any]) -> dict[str, Any]:
+        """Return a `state_dict` with the state of complete parameters, by their indices."""
+        pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
+        groups = [{**group, "params": [*indices]} for group, indices in pairs]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 class Shard(DividedOptimizer):
@@ -221,11 +229,9 @@ class Shard(DividedOptimizer):
             for fragment in (segment.fragments[0], segment.fragments[-1])
         ]
         counters = {
-            self._index(buffer, fragment): {
-                name: value.tolist() if isinstance(value, Tensor) else value
-                for name, value in self.contents.state.get(segment.parameter, {}).items()
-                if not is_elementwise(name, value)
-            }
+            self._index(buffer, fragment): numbers_of(
+                self.contents.state.get(segment.parameter, {})
+            )
             for buffer, segment, fragment in ends
             if fragment.stop - fragment.start < buffer.parameter_of(fragment).numel()
         }
@@ -240,9 +246,7 @@ class Shard(DividedOptimizer):
                 for fragment in filter(None, map(buffer.own_part, segment.fragments)):
                     if entry := _fragment_state(fragment, segment, values, buffer):
                         state[self._index(buffer, fragment)] = entry
-        pairs = zip(self.optimizer.param_groups, self._group_indices, strict=True)
-        groups = [{**group, "params": list(indices)} for group, indices in pairs]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return self._saved(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this worker's slices of an unsharded `state_dict`."""
