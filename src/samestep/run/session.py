@@ -411,7 +411,7 @@ class Session:
             self.lanes.check_late()
             self.progress.end_run()
             if unused := self.progress.loops.exclusion.unused:
-                self._warn(f"exclude names loops that the script has not: {', '.join(unused)}")
+                self._say(f"exclude names loops that the script has not: {', '.join(unused)}")
         except Exception as error:
             self.report_failure(error)
             raise
