@@ -14,6 +14,7 @@ import samestep as ss
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
 from tests.namespaces import hosts
 from tests.needs import needs
+from tests.run.test_histogram import histograms
 from tests.sharded.jobs import (
     JOBS,
     WORDS,
@@ -155,6 +156,27 @@ def test_snapshots_are_those_of_any_way(tmp_path, before, after):
     run_workers(trained, workers, tmp_path / "run", shard, 6, 3)
     shard, workers = after
     assert run_workers(trained, workers, tmp_path / "run", shard, 6) == [expected] * workers
+
+
+def counted(folder, shard):
+    with ss.init(dir=folder, lanes=4, progress=False) as run:
+        torch.manual_seed(1)
+        model = run.replicate(Words(), **({"units": (Block,), **shard} if shard else {}))
+        optimizer = adamw(run, model)
+        for batch in run.batches(texts(), 8, steps=2):
+            run.backward(loss_fn, model, batch)
+            run.log_histogram("gradients", model, grad=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log_histogram("parameters", model)
+
+
+def test_histograms_count_the_rows_of_all_workers(tmp_path):
+    run_workers(counted, 1, tmp_path / "whole", {})
+    run_workers(counted, 3, tmp_path / "parts", FULL)
+    whole = histograms(tmp_path / "whole")
+    assert len(whole) == 2 * 2 * len([*Words().parameters()])
+    assert histograms(tmp_path / "parts") == whole
 
 
 # -- what is refused

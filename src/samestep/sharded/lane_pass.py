@@ -75,8 +75,8 @@ class StreamedSums(Overlap):
             self._order = [*self.trace.calls]
             if self._order:
                 return
-        for kind, unit in self._order:
-            self._serve(kind, unit)
+        for kind, number in self._order:
+            self._serve(kind, number)
         if not self._order:  # a lane of zeros on all workers has its place in the tree, too
             for unit in self._units:
                 unit.add_lane()

@@ -108,8 +108,9 @@ class ShardedModel:
                 if values_of is None:
                     part.take(whole)
         module.reshard()
-        for part in parts if values_of is not None else ():
-            part.set(values_of(part))
+        if values_of is not None:
+            for part in parts:
+                part.set(values_of(part))
         unit = Unit(name, module, parts, sharding)
         for part in parts:
             guard(part, unit.free)
@@ -203,7 +204,8 @@ class ShardedModel:
             for part in self.parts
         }
         with self._having(whole):
-            return deepcopy(self.model, memo)
+            copied: Module = deepcopy(self.model, memo)
+            return copied
 
 
 def materialize(module: Module, device: torch.device) -> None:

@@ -95,12 +95,12 @@ class Rows(Guarded, Tensor):
 
     is_of_model = False  # has the model's memory
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # as torch's
         return "rows of a sharded parameter"
 
 
 def _rows(own: Own, values: Tensor, *, is_of_model: bool = False) -> Rows:
-    result = without_torch_function(Tensor.as_subclass, values, Rows)
+    result: Rows = without_torch_function(Tensor.as_subclass, values, Rows)
     vars(result).update(own=own, is_of_model=is_of_model)
     return result
 

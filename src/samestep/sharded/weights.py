@@ -38,7 +38,7 @@ class Weights:
         self._device = device
         self._opened: dict[str, Any] = {}  # files by the names of their tensors
         for file in self.files:
-            opened = safe_open(file, "pt")
+            opened: Any = safe_open(file, "pt")
             self._opened.update(dict.fromkeys(opened.keys(), opened))
         found = {name: file.get_slice(name).get_shape() for name, file in self._opened.items()}
         self._found: dict[str, list[int]] = found  # shapes
