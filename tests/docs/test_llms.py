@@ -62,6 +62,6 @@ def test_commands_parse_and_lines_fit():
 
 
 def test_linked_pages_are_in_the_site():
-    links = re.findall(r"\]\((\w+)\.html\)", PAGE.read_text())
+    links = re.findall(r"\]\(([\w-]+)\.html\)", PAGE.read_text())
     assert len(links) == PAGE.read_text().count("](")
     assert [name for name in links if not (ROOT / f"docs/{name}.md").exists()] == []
