@@ -39,10 +39,10 @@ LONG_PAGES = (
     "docs/index",
     "docs/tutorial",
     "docs/resume",
-    "docs/determinism",
+    "docs/contrastive",
     "docs/replay",
-    "docs/guides",
     "docs/moving",
+    "docs/verify",
 )
 LONG = [ROOT / f"{name}.md" for name in LONG_PAGES]
 RUN = [

@@ -311,7 +311,7 @@ def test_a_plan_is_printed_for_people_and_for_programs(planned, capsys):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "train.py:12  loss.backward()\n      batch.backward(loss)" in text
-    assert text.rstrip().endswith("docs/determinism.md#look-for-a-difference")
+    assert text.rstrip().endswith("docs/verify.md")
     assert "samestep verify -n 1,2 --kill train.py ARGUMENTS" in text
     assert cli.main(["adopt", "--json", "train.py"]) == 0
     entries = json.loads(capsys.readouterr().out)

@@ -31,7 +31,7 @@ WRAP: Final = textwrap.TextWrapper(
     *(WIDTH, " " * 4, " " * 4), break_long_words=False, break_on_hyphens=False
 )
 PROOF: Final = "the steps of 1 and 2 workers, and after a kill, must be the same"
-LINK: Final = "determinism.md#look-for-a-difference"
+LINK: Final = "verify.md"
 PARSERS: Final = ("argparse", "click", "fire", "hydra", "absl", "simple_parsing", "tyro", "typer")
 
 
