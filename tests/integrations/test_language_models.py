@@ -1,4 +1,4 @@
-"""LoRA, as on docs/language-models.md: the same adapters at any number of workers."""
+"""LoRA, as on docs/lora.md: the same adapters at any number of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.docs.blocks import ROOT, blocks_of
 
 # transformers and peft warn of options and of torch's own deprecations
 pytestmark = pytest.mark.filterwarnings("default")
-PAGE = ROOT / "docs" / "language-models.md"
+PAGE = ROOT / "docs" / "lora.md"
 (PROGRAM,) = (block.text for block in blocks_of(PAGE) if block.test == "not run: needs peft")
 WEIGHTS = "adapter/adapter_model.safetensors"
 

@@ -1,4 +1,4 @@
-"""The formats and libraries of docs/data.md, with the code of that page."""
+"""The formats and libraries of docs/data.md and docs/streams.md, with the code of these pages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ MISSING = "{} is missing: run `make integrations`"
 
 
 def code(test):
-    """Return the names that the page's block with a test comment defines."""
+    """Return the names that the pages' block with a test comment defines."""
     names = {"ss": ss}
-    for block in blocks_of(ROOT / "docs" / "data.md"):
+    pages = (ROOT / "docs" / name for name in ("data.md", "streams.md"))
+    for block in chain.from_iterable(map(blocks_of, pages)):
         if block.test == test:
             exec(block.text, names)
     return names

@@ -1,4 +1,4 @@
-"""What docs/from-one-device.md says about the plain scripts is so."""
+"""What docs/from-one-device.md and docs/real-jobs.md say about the plain scripts is so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from recipes.settings import SettingsError
 from tests.needs import needs
 
 RECIPES = Path(recipes.__file__).parent
-PAGE = (RECIPES.parent / "docs" / "from-one-device.md").read_text()
+DOCS = RECIPES.parent / "docs"
+PAGE = (DOCS / "from-one-device.md").read_text()
 REAL = ("vit", "stain", "detect", "gpt", "atari")
 
 
@@ -64,7 +65,8 @@ def test_the_page_counts_changed_lines(recipe):
         ["diff", "-wd", *files], capture_output=True, text=True, check=False
     ).stdout.splitlines()
     gone, come = (sum(line.startswith(mark) for line in lines) for mark in "<>")
-    (row,) = re.findall(rf"^\| \[{recipe}\].*", PAGE, re.MULTILINE)
+    page = (DOCS / "real-jobs.md").read_text()
+    (row,) = re.findall(rf"^\| \[{recipe}\].*", page, re.MULTILINE)
     assert f"| {gone} | {come} |" in row
 
 

@@ -29,7 +29,7 @@ USE_A_TENSOR: Final = (
     "Pass a value that changes as a tensor on the device, and change it in place: weight ="
     " torch.zeros((), device=run.device) before the loop, and weight.fill_(x) in its body"
 )
-# docs/gpu.md explains each
+# docs/graphs.md explains each
 NOTES: Final = {  # why some lanes are eager
     "embed": "a loss with embed= has two passes, with all workers between them",
     "body": "the body of a loop over batch.lanes cannot be captured; pass the loss to"

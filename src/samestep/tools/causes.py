@@ -33,7 +33,7 @@ CAUSES: Final = {
     "order of loads",
     # only whether lanes are CUDA graphs differs
     "graphs": "a lane that reads what a CUDA graph keeps from its capture; see the list in "
-    'docs/gpu.md, or use graphs="off"',
+    'docs/graphs.md, or use graphs="off"',
     # observed while the script ran; {} is a name
     "generator": "a lane draws from the generator {}, which samestep does not seed; seed it with "
     "run.on_lane_seed",
