@@ -3,9 +3,9 @@
 usage: python -m benchmarks.history [--rounds 7] [--steps 200] [--layers 100] [--mb 1000]
 
 Prints a table for one and two workers with two lanes, whose runs have a directory: the CPU time per
-step, the time of all calls of `plugins/history.py` in a step of the worker that writes the chain,
-that as a share of the step, and the bytes of the chain per step. Then the seconds for the digest of
-a snapshot of `--mb` megabytes, which a thread computes after its commit.
+step, that of all calls of `plugins/history.py` in a step of the worker that writes the chain, that
+as a share of the step, and the bytes of the chain per step. Then the CPU time for the digest of a
+snapshot of `--mb` megabytes, which a thread computes after its commit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WARM_UP: Final = 20  # steps
 ROWS: Final = {
     "cpu_ms": "CPU ms per step",
     "own_us": "of that the chain, us",
-    "share": "share of the step, %",
+    "share": "the same, % of the step",
     "bytes": "bytes per step",
 }
 
@@ -59,9 +59,9 @@ def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any
 
     @wraps(method)
     def call(*arguments: Any) -> Any:
-        started = time.perf_counter()
+        started = time.thread_time()
         returned = method(*arguments)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
         return returned
 
     return call
@@ -70,7 +70,7 @@ def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any
 def train(contender: str, steps: int, layers: int, folder: str) -> dict[str, float]:
     """Return the figures of a short training."""
     torch.set_num_threads(1)
-    generator, times, walls, own = torch.Generator().manual_seed(0), [0.0], [0.0], list[float]()
+    generator, times, own = torch.Generator().manual_seed(0), [0.0], list[float]()
     data = TensorDataset(
         torch.randn(steps * BATCH, WIDTH, generator=generator),
         torch.randint(WIDTH, (steps * BATCH,), generator=generator),
@@ -88,18 +88,16 @@ def train(contender: str, steps: int, layers: int, folder: str) -> dict[str, flo
         run.track(model=model, optimizer=optimizer)
         for batch in run.batches(data, BATCH, epochs=1):
             times.append(time.process_time())
-            walls.append(time.perf_counter())
             run.log(run.backward(loss_fn, model, batch))
             optimizer.step()
             optimizer.zero_grad()
     cpu = statistics.median(after - before for before, after in pairwise(times[WARM_UP:]))
-    wall = statistics.median(after - before for before, after in pairwise(walls[WARM_UP:]))
     result = {"cpu_ms": 1000 * cpu}
     if own:  # on the worker that writes the chain
         by_step = [sum(own[n : n + len(CALLS)]) for n in range(0, len(own), len(CALLS))]
         seconds = statistics.median(by_step[WARM_UP:])
         size = (Path(folder) / "run" / FILE).stat().st_size
-        result |= {"own_us": 1e6 * seconds, "share": 100 * seconds / wall, "bytes": size / steps}
+        result |= {"own_us": 1e6 * seconds, "share": 100 * seconds / cpu, "bytes": size / steps}
     return result
 
 
@@ -112,14 +110,14 @@ def measure(workers: int, contender: str, *size: int) -> dict[str, float]:
 
 
 def digest_seconds(megabytes: int) -> float:
-    """Return the seconds for the digest of a snapshot of so many megabytes."""
+    """Return the CPU seconds for the digest of a snapshot of so many megabytes."""
     with tempfile.TemporaryDirectory() as folder:
         with ss.init(lanes=1, dir=folder) as run:
             model = run.replicate(nn.Linear(1000, megabytes * 250, bias=False))
             run.track(model=model)
-        started = time.perf_counter()
+        started = time.process_time()
         state_digest(Path(folder) / "step-00000000")
-        return time.perf_counter() - started
+        return time.process_time() - started
 
 
 def main() -> None:

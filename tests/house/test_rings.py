@@ -18,7 +18,7 @@ CORE = {
     "comm": 4_760,
     "cluster": 690,
     "snapshot": 5_350,
-    "record": 3_080,
+    "record": 3_090,
     "run": 4_190,
     "": 4_280,
 }

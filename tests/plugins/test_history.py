@@ -134,10 +134,14 @@ def test_a_snapshot_in_a_body_has_the_head_of_its_end(tmp_path):
     def save(run, *_):
         if run.step == 2:
             run.snapshot(now=True)
+            raise RuntimeError("after the snapshot")
 
-    small_run(tmp_path, change=save, snapshot_every=100)
-    assert {*states_of(tmp_path)} == {3, 4}
-    chain_of(tmp_path)  # compares the heads
+    small_run(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="after the snapshot"):
+        small_run(tmp_path / "failed", change=save, snapshot_every=100)
+    assert {*states_of(tmp_path / "failed")} <= {3}
+    small_run(tmp_path / "failed")
+    assert chain_of(tmp_path / "failed") == chain_of(tmp_path / "whole")
 
 
 def test_steps_that_are_left_or_have_no_gradient_are_rows_as_well(tmp_path):

@@ -69,7 +69,8 @@ def directory(tmp_path):
 def test_start_snapshots_and_end_are_recorded(directory):
     kinds = [event["event"] for event in events(directory)]
     assert (kinds[0], kinds[-1]) == ("started", "finished")
-    assert {*kinds} == {"started", "loop", "scalars", "timing", "snapshot", "image", "finished"}
+    between = {"loop", "scalars", "timing", "snapshot", "state", "image"}
+    assert {*kinds} == {"started", *between, "finished"}
     (started,) = events(directory, "started")
     assert (started["step"], started["lanes"], started["devices"], started["torch"]) == (
         0,

@@ -54,7 +54,7 @@ class History(RunPlugin, StepPlugin):
     def __init__(
         self,
         config: Config,
-        begin: Callable[[int, bytes], ChainFile],
+        begin: Callable[[int, bytes], ChainFile | None],
         files: Callable[[], Mapping[str, str]],
         state: Mapping[str, Any],
     ) -> None:
@@ -110,7 +110,7 @@ class History(RunPlugin, StepPlugin):
         """Return the head of what a snapshot holds, which may be taken at the end of a body."""
         head = self._head if self._file is None else self._file.head
         if current is not None and self._file is not None:
-            head = self._file.head_after(self._parts(current))
+            head = self._file.put(self._parts(current))  # durable before the snapshot
         return {STATE: head.hex()}
 
     def _parts(self, ended: EndedStep) -> Parts:

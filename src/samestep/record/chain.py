@@ -207,6 +207,7 @@ class ChainFile:
         """Open the file in `directory`. Raises `RecordError` if it cannot be written."""
         self._path, self._seed = directory / FILE, seed
         self.step, self.head = step, head  # the next step, and the head before it
+        self._first = step  # of the file
         try:
             make_folder(self._path.parent, parents=True)
             if self._continues(directory):
@@ -215,7 +216,6 @@ class ChainFile:
             else:
                 if self._path.exists():
                     self._path.replace(f"{self._path}{EARLIER}")
-                self._first = step
                 self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
                 header = _HEADER.pack(MAGIC, FORMAT, step, seed, head)
                 os.pwrite(self._descriptor, header, 0)
@@ -227,29 +227,34 @@ class ChainFile:
     def _continues(self, directory: Path) -> bool:
         try:
             with closing(Chain.open(directory)) as chain:
+                if chain.seed != self._seed or chain.head_after(self.step) != self.head:
+                    return False
                 self._first = chain.first
-                return chain.seed == self._seed and chain.head_after(self.step) == self.head
+                return True
         except (RecordError, IndexError):
             return False
 
-    def head_after(self, parts: Parts) -> bytes:
-        """Return the head that the next step would have with these digests."""
-        return link(self.head, self.step, self._seed, parts)
+    def put(self, parts: Parts) -> bytes:
+        """Write the row of the next step, with its digests; return its head. Raises `RecordError`.
 
-    def append(self, parts: Parts) -> None:
-        """Add the row of the next step, with its four digests. Raises `RecordError`."""
-        self.head = self.head_after(parts)
-        row = self.head + b"".join(parts)
+        It may be written again, until `append` ends it.
+        """
+        head = link(self.head, self.step, self._seed, parts)
+        row = b"".join((head, *parts))
         try:
             written = os.pwrite(self._descriptor, row, _place(self.step, self._first))
         except OSError as error:
             advice = "; free some space and restart" if error.errno in NO_SPACE else ""
-            raise RecordError(
-                f"{self._path} cannot be written: {error.strerror}{advice}"
-            ) from error
+            text = f"{self._path} cannot be written: {error.strerror}{advice}"
+            raise RecordError(text) from error
         if written < len(row):
             text = f"{self._path}: wrote {written} of {len(row)} bytes; is the disk full?"
             raise RecordError(text)
+        return head
+
+    def append(self, parts: Parts) -> None:
+        """Write the row of the next step, and go on to the one after it. Raises `RecordError`."""
+        self.head = self.put(parts)
         self.step += 1
 
     def sync(self) -> None:

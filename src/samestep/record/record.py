@@ -96,6 +96,12 @@ class Record:
         arrays, without Pillow, and if an earlier image could not be written.
         """
 
+    def begin_chain(self, seed: int, step: int, head: bytes) -> ChainFile | None:
+        """Open the chain of the run at `step`, after the `head` of that state; None for no file.
+
+        Raises `RecordError` if it cannot be written.
+        """
+
     def flush(self) -> None:
         """Wait until every image is written. Raises `RecordError` if one could not be written."""
 
@@ -129,10 +135,6 @@ class FileRecord(Record):
         self._chain: ChainFile | None = None
 
     def begin_chain(self, seed: int, step: int, head: bytes) -> ChainFile:
-        """Open the chain of the steps from `step` on, of which this record is the only writer.
-
-        Raises `RecordError` if it cannot be written.
-        """
         self._chain = ChainFile(self._directory, step, seed, head)
         return self._chain
 

@@ -283,13 +283,13 @@ class SnapshotWriter:
             head = run_state(manifest, STATE)
             digest = None if head is None else state_digest(directory, is_given_up)
         except (OSError, SnapshotError) as error:
-            fields = {"step": step_of(directory), "reason": str(error)}
-            return [] if is_given_up() else [("state_failed", fields)]
+            reason: dict[str, Any] = {"step": step_of(directory), "reason": str(error)}
+            return [] if is_given_up() else [("state_failed", reason)]
         if digest is None:
             return []
         seconds = time.perf_counter() - started
-        fields = {"step": manifest.step, "chain": head, "digest": digest, "seconds": seconds}
-        return [(EVENT, fields)]
+        names = {"step": manifest.step, "chain": head, "digest": digest}
+        return [(EVENT, {**names, "seconds": seconds})]
 
     def _remove_old(self, directory: Path) -> list[Event]:
         """Remove old snapshots if the new one is valid."""
