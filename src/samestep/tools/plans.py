@@ -54,7 +54,7 @@ class Stretch:
     """Consecutive steps [first, stop) of a run that one start made of one epoch of a loop.
 
     The first one is step `epoch_step` of the epoch. `start` counts the starts in the record from 0.
-    `recorded` is what the record says of the plan, None for a stream; `plan` makes it.
+    `recorded` is what the record of `directory` has of the plan, None for a stream; `plan` makes it.
     """
 
     loop: str
@@ -64,6 +64,7 @@ class Stretch:
     epoch_step: int
     start: int
     recorded: Mapping[str, Any] | None
+    directory: Path
     plan: Callable[[], Plan] = field(repr=False, compare=False)
 
     @property
@@ -71,10 +72,17 @@ class Stretch:
         """The steps within the epoch."""
         return range(self.epoch_step, self.epoch_step + self.stop - self.first)
 
+    @property
+    def excluded(self) -> Indices:
+        """The samples that the loop leaves out, although its plan has them."""
+        digest = "" if self.recorded is None else self.recorded.get("exclude", "")
+        return read_order(self.directory, digest) if digest else np.empty(0, dtype=np.int64)
+
     def uses(self, samples: Indices) -> list[Use]:
         """Return where the steps use some different samples, in order."""
         plan, size = self.plan(), sum(sizes_of(self.recorded).values())
-        rows = plan.uses(self.epoch, samples[samples < size], self.steps).tolist()
+        used = samples[(samples < size) & ~np.isin(samples, self.excluded)]
+        rows = plan.uses(self.epoch, used, self.steps).tolist()
         shift = self.first - self.epoch_step
         return [Use(shift + step, self.loop, self.epoch, lane, row) for step, lane, row in rows]
 
@@ -173,7 +181,8 @@ class History:
                 stop = min(each.stop, first + max(1, count))
                 is_mixture = recorded is not None and recorded["kind"] == "mixture"
                 plan = mixture if is_mixture else partial(self._plan_of, event, epoch)
-                yield Stretch(loop, epoch, first, stop, epoch_step, each.start, recorded, plan)
+                place = (loop, epoch, first, stop, epoch_step, each.start)
+                yield Stretch(*place, recorded, self.directory, plan)
                 first, epoch, epoch_step = stop, epoch + 1, 0
 
     def _mixture_of(self, event: Mapping[str, Any]) -> MixturePlan:
