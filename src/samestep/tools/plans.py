@@ -54,7 +54,7 @@ class Stretch:
     """Consecutive steps [first, stop) of a run that one start made of one epoch of a loop.
 
     The first one is step `epoch_step` of the epoch. `start` counts the starts in the record from 0.
-    `recorded` is what the record of `directory` has of the plan, None for a stream; `plan` makes it.
+    `recorded` is what the record of `directory` has of the plan, None for streams; `plan` makes it.
     """
 
     loop: str
