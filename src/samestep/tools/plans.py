@@ -54,7 +54,7 @@ class Stretch:
     """Consecutive steps [first, stop) of a run that one start made of one epoch of a loop.
 
     The first one is step `epoch_step` of the epoch. `start` counts the starts in the record from 0.
-    `recorded` is what the record says of the plan, None for a stream; `plan` makes it.
+    `recorded` is what the record has of the plan, None for streams; `plan` makes it.
     """
 
     loop: str
@@ -174,7 +174,8 @@ class History:
                 stop = min(each.stop, first + max(1, count))
                 is_mixture = recorded is not None and recorded["kind"] == "mixture"
                 plan = mixture if is_mixture else partial(self._plan_of, event, epoch)
-                yield Stretch(loop, epoch, first, stop, epoch_step, each.start, recorded, plan)
+                place = (loop, epoch, first, stop, epoch_step, each.start)
+                yield Stretch(*place, recorded, plan)
                 first, epoch, epoch_step = stop, epoch + 1, 0
 
     def _mixture_of(self, event: Mapping[str, Any]) -> MixturePlan:

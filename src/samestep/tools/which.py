@@ -56,7 +56,8 @@ def _of_step(history: History, step: int, loop: str | None) -> Iterator[str]:
     yield f"step {step}: step {at} of epoch {stretch.epoch} of loop {stretch.loop!r}{skipped}"
     for lane in range(plan.lanes):
         indices = plan.indices(stretch.epoch, at, lane).tolist()
-        yield f"lane {lane}: {' '.join(map(name, indices)) or 'no samples'}"
+        names = [name(index) for index in indices]
+        yield f"lane {lane}: {' '.join(names) or 'no samples'}"
 
 
 def _of_samples(history: History, text: str, loop: str | None) -> Iterator[str]:
