@@ -23,6 +23,7 @@ from samestep.errors import ConfigError
 PREFIX = "SAMESTEP_"
 TOKEN = "SAMESTEP_TOKEN"  # noqa: S105  the variable of the secret that a run's hosts share
 SINKS = ("tensorboard", "mlflow", "wandb")
+CLOUDS = ("aws", "gcp", "azure")
 MAX_SECONDS = 10**9  # clocks count nanoseconds in 64 bits
 MAX_DEVICES = 1000
 MEANT = {"gpu": "cuda", "fp16": "float16", "fp32": "float32", "half": "float16"}  # by other names
@@ -141,6 +142,11 @@ class Config:
     grace_period: float = option(
         30.0, "seconds to save a snapshot and exit after SIGTERM or Ctrl-C"
     )
+    preemption: str | None = option(
+        None,
+        "aws, gcp or azure: the launcher asks this cloud's metadata server whether it takes the "
+        "host away, and then stops as on SIGTERM (default: none)",
+    )
     stop_after: int | None = option(
         None, "total number of steps after which the run saves a snapshot and exits"
     )
@@ -155,6 +161,8 @@ class Config:
         self._check_choice("device", "auto", "cpu", "cuda")
         self._check_choice("nonfinite_loss", "stop", "skip", "continue")
         self.skipped_steps  # noqa: B018  also reported here
+        if self.preemption is not None:
+            self._check_choice("preemption", *CLOUDS)
         if self.graphs not in {"on", "off"}:
             raise _error("graphs", "on or off", self.graphs, ["on", "off"])
         if self.graphs == "on" and not self.deterministic:
@@ -169,15 +177,7 @@ class Config:
         if self.seed >= 2**63:
             raise _error("seed", "at most 2**63 - 1", self.seed)
         self._check_devices()
-        if not 0 < self.timeout <= MAX_SECONDS:
-            expected = f"a positive number of seconds (at most {MAX_SECONDS})"
-            raise _error("timeout", expected, self.timeout)
-        if not 0 <= self.grace_period <= MAX_SECONDS:
-            expected = f"a number of seconds from 0 to {MAX_SECONDS}"
-            raise _error("grace_period", expected, self.grace_period)
-        if self.system_every is not None and not 0 < self.system_every <= MAX_SECONDS:
-            expected = f"a positive number of seconds (at most {MAX_SECONDS}), or none"
-            raise _error("system_every", expected, self.system_every)
+        self._check_seconds()
         hot_every = self.hot_every
         if hot_every is not None and not re.fullmatch(r"auto|0*[1-9]\d{0,17}", hot_every):
             raise _error("hot_every", 'steps such as "100", auto or none', hot_every)
@@ -191,6 +191,16 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise _error(name, f"at least {minimum}", value)
+
+    def _check_seconds(self) -> None:
+        positive = f"a positive number of seconds (at most {MAX_SECONDS})"
+        if not 0 < self.timeout <= MAX_SECONDS:
+            raise _error("timeout", positive, self.timeout)
+        if not 0 <= self.grace_period <= MAX_SECONDS:
+            expected = f"a number of seconds from 0 to {MAX_SECONDS}"
+            raise _error("grace_period", expected, self.grace_period)
+        if self.system_every is not None and not 0 < self.system_every <= MAX_SECONDS:
+            raise _error("system_every", f"{positive}, or none", self.system_every)
 
     def _check_choice(self, name: str, *choices: str) -> None:
         value = getattr(self, name)
@@ -253,7 +263,7 @@ class Config:
     @cached_property  # each step asks for it
     def skipped_steps(self) -> tuple[range, ...]:
         """The steps of `skip_batches`."""
-        return _ranges(self.skip_batches)
+        return _ranges("skip_batches", self.skip_batches)
 
     def skips(self, step: int) -> bool:
         """Return whether `skip_batches` leaves out the batch of a step."""
@@ -385,12 +395,12 @@ def _interval(text: str | None) -> tuple[int | None, float | None]:
     return (None, 60.0 * int(match[1])) if match[2] else (int(match[1]), None)
 
 
-def _ranges(text: str | None) -> tuple[range, ...]:
+def _ranges(name: str, text: str | None) -> tuple[range, ...]:
     ranges = []
     for part in text.split(",") if text is not None else ():
         match = re.fullmatch(r"\s*(\d{1,18}):(\d{1,18})\s*", part)
         if match is None or int(match[1]) >= int(match[2]):
-            expected = "steps FIRST:END with FIRST below END, such as 5000:5001 or 10:12,40:41"
-            raise _error("skip_batches", expected, text)
+            expected = "steps FIRST:END with FIRST below END, such as 5000:5001"
+            raise _error(name, expected, text)
         ranges.append(range(int(match[1]), int(match[2])))
     return tuple(ranges)

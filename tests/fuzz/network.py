@@ -26,6 +26,7 @@ from samestep.comm.store import ROUND, StoreClient, join_round
 from samestep.comm.store_server import StoreServer
 from samestep.comm.watchdog import ALARM, FAILURE, Watchdog
 from samestep.errors import WorldError
+from samestep.launch.preemption import CLOUDS
 from tests.fuzz import mutate
 from tests.fuzz.target import Target
 
@@ -50,7 +51,7 @@ BEAT = Heartbeat(
 
 def targets() -> list[Target]:
     """Return the targets that read what other processes send."""
-    return [*_servers(), *_clients(), *_entries(), *_gathered()]
+    return [*_servers(), *_clients(), *_entries(), *_gathered(), _clouds()]
 
 
 @dataclass(frozen=True)
@@ -327,3 +328,26 @@ def _gathered() -> list[Target]:
         Target("gathered", message, read, (WorldError,)),
         Target("objects", signed, verify, (WorldError,)),
     ]
+
+
+def _clouds() -> Target:
+    event = {"EventType": "Preempt", "Resources": ["rank"], "NotBefore": ""}
+    likely = (
+        {"action": "stop", "time": "rank"}, {"noticeTime": "rank"}, {"Events": [event]}, "FALSE",
+        "TERMINATE_ON_HOST_MAINTENANCE", "rank",
+    )  # fmt: skip
+
+    def answers(random: Random) -> tuple[str, list[str | None]]:
+        texts: list[str | None] = [None]
+        for answer in random.choices(likely, k=4):
+            changed = mutate.of_json(random, answer) if random.random() < 0.7 else answer
+            written = mutate.as_json(random, changed).decode(errors="replace")
+            texts.append(changed if isinstance(changed, str) else written)
+        return random.choice(sorted(CLOUDS)), random.sample(texts, k=4)
+
+    def ask(answered: tuple[str, list[str | None]]) -> None:
+        name, texts = answered
+        notice = CLOUDS[name].ask(lambda *_: texts.pop() if texts else None)
+        assert notice is None or len(notice.text) < 200
+
+    return Target("clouds", answers, ask, (ValueError, RecursionError))

@@ -122,6 +122,7 @@ def start(
         state = exits.enter_context(open_launcher_state(workers))
         with no_garbage_collection():
             preload()
+            from samestep.launch.preemption import watching
             from samestep.launch.supervisor import LocalCoordinator, Supervisor
             from samestep.launch.worker import NVML_CHECK, Job, StopSignals
 
@@ -142,6 +143,7 @@ def start(
             closing(LocalCoordinator(workers, config, variables[TOKEN]))
         )
         job = Job(body, config, environment, state, signals, os.getpid(), logged)
+        exits.enter_context(watching(config.preemption, job.notices.append, signals.notice))
         result = Supervisor(job, coordinator).run()
         if state.directory and state.has_finished:
             finished_directories.add(state.directory)

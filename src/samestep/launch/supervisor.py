@@ -169,6 +169,8 @@ class Supervisor:
         if self._group:
             self._fork_server.prepare()
             self._report(self._group)
+        while self._job.notices:
+            self._outputs.print(self._job.notices.popleft())
         if len(received) > self._signals_reported:
             again = self._signals_reported > 0
             self._coordinator.report("signaled", signal=received[0], again=again)

@@ -14,9 +14,10 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self._received_at = 0.0
+        self._has_notice = False  # of a cloud, whose SIGTERM follows when the host shuts down
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -97,9 +99,19 @@ class StopSignals:
 
     def _record(self, number: int, _frame: object) -> None:
         now = time.monotonic()
-        if not self.received or now - self._received_at > ECHO_SECONDS:
+        is_echo = self._has_notice and number == signal.SIGTERM
+        if not self.received or (now - self._received_at > ECHO_SECONDS and not is_echo):
             self.received.append(signal.Signals(number))
             self._received_at = now
+
+    def notice(self) -> None:
+        """Stop like on SIGTERM, unless a signal came before. The SIGTERM that follows is its echo.
+
+        Threads may call it.
+        """
+        self._has_notice = True
+        if not self.received:
+            self.received.append(signal.SIGTERM)
 
     def reset(self) -> None:
         """Restore the default handlers in a worker, and raise the signals that it missed."""
@@ -212,6 +224,7 @@ class Job:
     signals: StopSignals
     launcher_pid: int
     logged: LoggedValues | None = None
+    notices: deque[str] = field(default_factory=deque)  # lines to print, from another thread
 
     def run(
         self,

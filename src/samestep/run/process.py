@@ -18,9 +18,9 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from samestep.cluster import ProcessInfo
+from samestep.cluster import STARTED_BY, ProcessInfo
 from samestep.comm.status import WorkerStatus
-from samestep.config import Config
+from samestep.config import PREFIX, Config
 from samestep.errors import ConfigError, RecordError
 from samestep.handoff import ATTEMPT, TERMINAL, ScriptArguments, finished_directories
 from samestep.host import YELLOW, colored, kernel_id, printable
@@ -153,6 +153,18 @@ def refuse_finished(directory: Path) -> None:
             f' own, as in\n    for fold in range(5):\n        with ss.init(dir=f"{directory}/'
             '{fold}") as run:\nTo train the finished run longer, pass the path of its last snapshot'
             " as resume=; to start over, resume='never'; to evaluate it, read_only=True"
+        )
+
+
+def refuse_unknown_to_launcher(config: Config, environment: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if the script asks for notices, which only a launcher that knows gets."""
+    is_known = environment.get(STARTED_BY) == "samestep" and f"{PREFIX}PREEMPTION" in environment
+    if config.preemption is not None and not is_known:
+        name = config.preemption
+        raise ConfigError(
+            f"preemption={name!r} is for the launcher, which asks before the script runs; start "
+            f"the script with samestep run --preemption {name}, or samestep.launch(..., "
+            f"preemption={name!r})"
         )
 
 

@@ -35,6 +35,7 @@ from samestep.run.process import (
     announce,
     reaches_terminal,
     refuse_finished,
+    refuse_unknown_to_launcher,
     warn_of_late_options,
 )
 from samestep.run.session import Session
@@ -81,6 +82,7 @@ def init(*, settings: Any = None, **options: Any) -> Run:
     config, process = merge(options), find_worker(os.environ)
     if config.dir is not None and config.resume == "auto" and not config.read_only:
         refuse_finished(config.dir)
+    refuse_unknown_to_launcher(config, os.environ)
     if process.rank == 0:
         warn_of_late_options()
     return Run(config, process, plain_settings(settings or {}))

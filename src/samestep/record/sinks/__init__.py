@@ -137,11 +137,11 @@ def _post(url: str, event: Mapping[str, Any]) -> None:
     """Send an event as JSON. Raises `OSError`, including for a status other than 2xx."""
     headers = {"Content-Type": "application/json", "User-Agent": "samestep"}
     request = Request(url, to_json(event).encode(), headers)  # noqa: S310  the option has http(s)
-    with build_opener(_NoRedirects).open(request, timeout=HOOK_SECONDS):
+    with build_opener(NoRedirects).open(request, timeout=HOOK_SECONDS):
         pass
 
 
-class _NoRedirects(HTTPRedirectHandler):
+class NoRedirects(HTTPRedirectHandler):
     """Sends nothing to other addresses, which could be those of internal servers."""
 
     def redirect_request(self, *arguments: Any, **_: Any) -> None:
