@@ -150,6 +150,11 @@ class Config:
     stop_after: int | None = option(
         None, "total number of steps after which the run saves a snapshot and exits"
     )
+    profile: str | None = option(
+        None,
+        "steps to trace with torch.profiler into dir/profiles, such as 20:25 (the second number is "
+        "not included)",
+    )
 
     def __post_init__(self) -> None:
         self._check_minimum(1, "lanes", "threads", "keep_last", "stop_after", "check_every")
@@ -161,6 +166,7 @@ class Config:
         self._check_choice("device", "auto", "cpu", "cuda")
         self._check_choice("nonfinite_loss", "stop", "skip", "continue")
         self.skipped_steps  # noqa: B018  also reported here
+        self.profiled_steps  # noqa: B018
         if self.preemption is not None:
             self._check_choice("preemption", *CLOUDS)
         if self.graphs not in {"on", "off"}:
@@ -236,6 +242,8 @@ class Config:
             if value:
                 message = f"{name}={value!r} requires dir, where the record is written first"
                 raise ConfigError(message)
+        if self.profile is not None:
+            raise ConfigError(f"profile={self.profile!r} requires dir, where the trace is written")
 
     def _check_devices(self) -> None:
         if isinstance(self.devices, int):
@@ -264,6 +272,14 @@ class Config:
     def skipped_steps(self) -> tuple[range, ...]:
         """The steps of `skip_batches`."""
         return _ranges("skip_batches", self.skip_batches)
+
+    @property
+    def profiled_steps(self) -> range | None:
+        """The steps of `profile`."""
+        ranges = _ranges("profile", self.profile)
+        if len(ranges) > 1:
+            raise _error("profile", "one range of steps, such as 20:25", self.profile)
+        return ranges[0] if ranges else None
 
     def skips(self, step: int) -> bool:
         """Return whether `skip_batches` leaves out the batch of a step."""

@@ -35,6 +35,7 @@ from samestep.plugins.graph_choice import LaneGraphs
 from samestep.plugins.graphed_pass import graphed
 from samestep.plugins.kernels import replaced_kernels
 from samestep.plugins.observer import StepObserver
+from samestep.plugins.profile import Profile
 from samestep.plugins.progress_line import open_line
 from samestep.plugins.random_positions import RandomPositions
 from samestep.plugins.replay import Replay, Request
@@ -229,7 +230,7 @@ class Session:
             plugins[:0] = [self.divergence, RandomPositions(self.devices)]
         self.restored = None
         if resumed is not None and not config.read_only and not is_observed():
-            self.restored = RestoredCheck(resumed.step, self._warn)
+            self.restored = RestoredCheck(resumed.step, self._say)
             plugins.append(self.restored)
         if is_observed():
             plugins.append(
@@ -237,6 +238,18 @@ class Session:
                     world.rank, config.dir, lambda: self.progress.snapshot(None, now=False)
                 )
             )
+        if config.profiled_steps is not None and config.dir is not None and not is_observed():
+            profile = Profile(
+                config.profiled_steps,
+                config.dir,
+                world.rank,
+                self.record,
+                partial(self._say, level=logging.INFO),
+                on_cuda=self.devices[0].type == "cuda",
+            )
+            self._samplers.callback(profile.end)
+            self._exits.callback(profile.close)
+            plugins.append(profile)
         return Progress(
             config,
             self.record,
@@ -263,7 +276,7 @@ class Session:
         """Return the engine, which checks every step of an optimizer until the run ends."""
         graphs = None
         if self.replay is None:  # which looks into each lane
-            graphs = LaneGraphs.of(self.config, self.devices[0], self._warn)
+            graphs = LaneGraphs.of(self.config, self.devices[0], self._say)
         pass_of = None if graphs is None else partial(graphed, graphs)
         lanes = self.config.lanes or 1
         engine = LaneEngine(self.world, self.config, lanes, self.devices, pass_of)
@@ -281,9 +294,9 @@ class Session:
         self._exits.callback(hook.remove)
         return engine
 
-    def _warn(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
         if self._process.rank == 0:
-            announce(text, logging.WARNING)
+            announce(text, level)
 
     def _follow(
         self, directory: Path, sinks: Sequence[SinkSpec], workers: Sequence[Mapping[str, Any]]

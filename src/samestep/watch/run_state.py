@@ -602,5 +602,6 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "sink": (INFO, _describe_sink),
     "batch_skipped": (BAD, "skipped a batch: {reason}"),
     "loss_alert": (BAD, "{reason}"),
+    "profiled": (GOOD, "traced steps {first}:{step}, in {file}"),
     "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
 }
