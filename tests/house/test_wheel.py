@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from email import message_from_bytes
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, blocks_of
 from tests.needs import needs
 from tests.watch.serving import serving
 
@@ -47,25 +48,45 @@ def archives(tmp_path_factory):
 
 @pytest.fixture
 def fresh(archives, tmp_path, monkeypatch):
-    """Install the wheel into a new environment; return it and an empty current folder.
+    """Install README's first packages into a new environment; return it, in an empty folder.
 
-    Other packages come from the environment of the tests, but not the clone: a path in a `.pth`
-    file does not process the `.pth` files of that path, such as that of an editable installation.
+    samestep comes from the folder of the archives, as from an index. Other packages are those of
+    the environment of the tests, which pip finds installed if they satisfy the wheel.
     """
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):
         monkeypatch.delenv(name, raising=False)
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    (wheel,) = archives.glob("*.whl")
-    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
+    # that of Python is too old for torch, and hides the other one
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")
+    others = tmp_path / "others"
+    others.mkdir()
+    for folder in filter(Path.is_dir, (Path(path) for path in sys.path)):
+        for package in folder.iterdir() if folder.name.endswith("-packages") else ():
+            if "samestep" not in package.name and package.suffix != ".pth":
+                (others / package.name).symlink_to(package)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    others = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "of_the_tests.pth").write_text("\n".join(others))
+    (packages / "of_the_tests.pth").write_text(str(others))
+    (command,) = re.findall(
+        r"^pip install '(.*?)'", (ROOT / "README.md").read_text(), re.MULTILINE
+    )[:1]
+    index = "--no-index", "--find-links", archives, "--constraint", ROOT / "constraints.txt"
+    installed = run(python, "-m", "pip", "install", *index, command)
+    assert re.findall(r"^Successfully installed (.*)", installed, re.MULTILINE) == [
+        f"samestep-{version('samestep')}"
+    ]
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)
     monkeypatch.setattr(sys, "executable", str(python))
     return python.parent
+
+
+def first_commands():
+    """Return the arguments of the commands of samestep in README's first block."""
+    block = next(block for block in blocks_of(ROOT / "README.md") if block.language == "sh")
+    commands = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    return [arguments for program, *arguments in commands if program == "samestep"]
 
 
 @pytest.mark.long
@@ -74,7 +95,10 @@ def test_an_installed_wheel_trains_evaluates_verifies_reports_and_watches(fresh)
     where = run(python, "-c", "import samestep; print(samestep.__file__)")
     assert Path(where.strip()).is_relative_to(fresh.parent)
     assert run(samestep, "--version") == run(python, "-m", "samestep", "--version")
-    assert "recipes/circle.py" in run(samestep, "examples")
+    first, train = first_commands()
+    assert first == ["examples"]
+    assert "recipes/circle.py" in run(samestep, *first)
+    assert re.search(r"accuracy", run(samestep, *train))
     trained = run(samestep, "run", "-n", 2, "--stop-after", 50, "recipes/circle.py")
     assert "starting at step 0 with 2 workers" in trained
     resumed = run(samestep, "run", "recipes/circle.py")

@@ -1,0 +1,96 @@
+"""The conda recipe and the Containerfile agree with pyproject.toml and with this repository."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from importlib.metadata import metadata, requires, version
+
+import pytest
+import yaml
+
+from tests.docs.blocks import ROOT
+
+# packages that conda calls otherwise
+CONDA_NAMES = {"torch": "pytorch", "xxhash": "python-xxhash"}
+BUILD_SYSTEM = re.search(
+    r"\[build-system\]\nrequires = (\[.*\])", (ROOT / "pyproject.toml").read_text()
+)
+
+
+def conda_recipe():
+    """Return the recipe, with the values of its context."""
+    text = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    context = yaml.safe_load(text)["context"]
+    for name, value in context.items():
+        text = text.replace(f"${{{{ {name} }}}}", value)
+    return yaml.safe_load(text)
+
+
+def as_conda(requirements):
+    """Return requirements of pip in conda's words, without those of extras."""
+    pairs = [re.fullmatch(r"([\w-]+)(.*)", text).groups() for text in requirements]
+    return {f"{CONDA_NAMES.get(name, name)} {bounds}" for name, bounds in pairs}
+
+
+def test_the_conda_recipe_has_the_version_and_the_dependencies_of_pyproject():
+    recipe = conda_recipe()
+    least = metadata("samestep")["Requires-Python"]
+    assert recipe["package"] == {"name": "samestep", "version": version("samestep")}
+    always = [text for text in requires("samestep") if "extra ==" not in text]
+    run = {*as_conda(always), f"python {least}", "__linux"}
+    assert set(recipe["requirements"]["run"]) == run
+    host = {*as_conda(json.loads(BUILD_SYSTEM[1])), f"python {least.strip('>=')}.*", "pip"}
+    assert set(recipe["requirements"]["host"]) == host
+    assert recipe["about"]["summary"] == metadata("samestep")["Summary"]
+    assert recipe["about"]["license"] == metadata("samestep")["License-Expression"]
+    (script,) = re.findall(
+        r"^samestep = \"(.*)\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert recipe["build"]["python"]["entry_points"] == [f"samestep = {script}"]
+
+
+def instructions():
+    """Return the instructions of the Containerfile, and their arguments."""
+    lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in lines if line and not line.startswith("#")]
+
+
+def test_the_image_has_files_of_this_repository_and_runs_without_root():
+    steps = instructions()
+    names = [name for name, _ in steps]
+    assert names[0] == "FROM"
+    sources = [
+        source for name, rest in steps if name == "COPY" for source in shlex.split(rest)[:-1]
+    ]
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    needed = {"pyproject.toml", "README.md", "LICENSE", "src", "recipes"}  # to build the wheel
+    assert needed <= set(sources)
+    user = names.index("USER")
+    assert "root" not in steps[user][1]
+    assert steps[user][1] != "0"
+    later = dict(steps[user:])
+    assert later["RUN"] == "samestep examples"
+    command = json.loads(later["CMD"])
+    assert command[:2] == ["samestep", "run"]
+    assert (ROOT / command[-1]).is_file()
+    extras = set(re.findall(r"\[(\w+)\]'", (ROOT / "Containerfile").read_text()))
+    assert extras <= set(metadata("samestep").get_all("Provides-Extra"))
+
+
+@pytest.mark.long
+def test_podman_builds_the_image_and_it_trains():
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed; no CI has it, because it builds 2 GB")
+    run = ["podman", "build", "--tag", "samestep-test", str(ROOT)]
+    subprocess.run(run, check=True)
+    trained = subprocess.run(
+        ["podman", "run", "--rm", "--shm-size", "1g", "samestep-test"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "accuracy" in trained.stdout
