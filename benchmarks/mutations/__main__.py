@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 import tempfile
 import time
@@ -27,15 +28,17 @@ import pytest
 import torch
 
 from benchmarks.mutations.faults import Mutation, mutations
-from samestep import cli
+from samestep import cli, errors
 from tests.python import fork_what_tools_start, start_server, stop_server
 
 STEPS: Final = "4"
-DIFFERS: Final = 1  # the status of samestep verify
+REFUSAL: Final = re.compile(
+    rf"\b(?:{'|'.join(name for name in vars(errors) if name.endswith('Error'))})\b.*"
+)
 
 
 def main() -> int:
-    """Plant the faults, one at a time; return 1 if any was not seen."""
+    """Plant the faults, one at a time; return 1 if any was not seen, or is no program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations", description=__doc__)
     parser.add_argument("names", nargs="*", help="loops (default: all)")
     parser.add_argument("--only", default="", metavar="TEXT", help="kinds whose names have a text")
@@ -65,11 +68,11 @@ def main() -> int:
             print(f"{title}  ({seconds:.0f} s)  {reason}", flush=True)
     stop_server()
     print(f"{len(chosen)} faults: {', '.join(f'{counts[name]} {name}' for name in sorted(counts))}")
-    return int(counts["not seen"] > 0)
+    return int(counts["not seen"] + counts["broken"] > 0)
 
 
 def try_one(mutation: Mutation) -> tuple[str, str]:
-    """Return how verify ended: "differs", "refused" or "not seen"; and what it said."""
+    """Return how verify ended ("differs", "refused", "not seen", "broken"), and what it said."""
     with tempfile.TemporaryDirectory(prefix="samestep-mutation-") as folder:
         script = Path(folder, "train.py")
         script.write_text(mutation.script())
@@ -79,20 +82,20 @@ def try_one(mutation: Mutation) -> tuple[str, str]:
 def verified(script: Path, *, needs_kill: bool) -> tuple[str, str]:
     """Return how verify of a script ended, and the line that says why."""
     flags = ["-n", "1,2", "--steps", STEPS, *(["--kill"] if needs_kill else [])]
-    printed, errors, place = io.StringIO(), io.StringIO(), Path.cwd()
+    printed, failures, place = io.StringIO(), io.StringIO(), Path.cwd()
     os.chdir(script.parent)
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(failures):
             status = cli.main(["verify", *flags, str(script)])
     finally:
         os.chdir(place)
     if status == 0:
         return "not seen", ""
-    if status == DIFFERS:
-        lines = printed.getvalue().splitlines()
-        return "differs", next(line for line in lines if line.startswith("DIFFERENT"))
-    lines = errors.getvalue().splitlines()
-    return "refused", next((line for line in reversed(lines) if "Error" in line), lines[-1])[:160]
+    if difference := re.search("^DIFFERENT.*", printed.getvalue(), re.MULTILINE):
+        return "differs", difference[0]
+    if refusal := REFUSAL.search(failures.getvalue()):
+        return "refused", refusal[0][:160]
+    return "broken", failures.getvalue().strip()[-400:]  # the fault is no program
 
 
 if __name__ == "__main__":
