@@ -31,6 +31,7 @@ class Command(NamedTuple):
 NOTHING_LEFT: Final = "; its runs were in temporary folders, which are removed"
 COMMANDS: Final = {
     "run": Command("samestep.launch.local", "run a script with one or more workers"),
+    "adopt": Command("samestep.tools.adopt", "plan how a training script moves to samestep"),
     "verify": Command(
         "samestep.tools.verify", "check that all worker counts give the same steps", NOTHING_LEFT
     ),
@@ -44,6 +45,7 @@ COMMANDS: Final = {
     "submit": Command("samestep.tools.submit", "submit a run to Slurm or Kubernetes"),
     "snapshots": Command("samestep.tools.snapshots", "list, check and export a run's snapshots"),
     "examples": Command("samestep.tools.examples", "copy the recipes, to start from their scripts"),
+    "skill": Command("samestep.tools.skill", "print the instructions for coding assistants"),
 }
 EXIT_INTERRUPTED: Final = 130  # like a shell after SIGINT
 EXIT_BROKEN_PIPE: Final = 141  # like a shell after SIGPIPE: the reader closed the output

@@ -31,6 +31,7 @@ PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts),
+        *ROOT.glob("skills/**/*.md"),
     ]
 )
 LANGUAGES = {"", "diff", "json", "python", "sh", "text", "yaml"}

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "recipes", "benchmarks")
+FOLDERS = ("docs", "recipes", "skills", "benchmarks")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(d for f in FOLDERS for d in ROOT.glob(f"{f}/**/*.md"))])
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(

@@ -103,7 +103,8 @@ def test_archives_are_complete_and_an_index_can_show_them(archives):
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         text = message_from_bytes(archive.read(metadata)).get_payload(decode=True).decode()
-    for name in ("py.typed", "recipes/circle.py", "watch/page/index.html"):
+    data = ("recipes/circle.py", "skills/samestep/SKILL.md", "tools/adopt/rules.md")
+    for name in ("py.typed", "watch/page/index.html", *data):
         assert f"samestep/{name}" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"samestep"}
     assert [name for name in names if "test" in name and "recipes" not in name] == []

@@ -1,0 +1,154 @@
+"""Read a training script and the modules of its folder as syntax trees, without running them."""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from samestep.errors import ConfigError
+from samestep.host import parse
+
+MOST_BYTES: Final = 5_000_000
+MOST_FILES: Final = 40
+TRAINING: Final = ("torch", "accelerate", "lightning", "pytorch_lightning", "transformers")
+OF_PYTHON_2: Final = ("Missing parentheses in call to", "multiple exception types must be")
+MANY: Final = f"only {MOST_FILES} modules of the folder are read"
+EXPECTED: Final = "expected a Python script, such as train.py"
+INIT: Final = "__init__.py"
+Names = frozenset[str]
+ALL: Final[Names] = frozenset("*")
+
+
+@dataclass(frozen=True)
+class Import:
+    """A name that an import statement binds."""
+
+    name: str
+    means: str  # its dotted name, such as torch.nn of nn
+    file: Path | None  # of the folder of the script
+    takes: Names  # of the file
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A file, its tree and its imports, also those in functions."""
+
+    path: Path  # as the user would write it
+    tree: ast.Module
+    imports: tuple[Import, ...]
+
+
+def read_sources(script: Path) -> tuple[list[Source], dict[Path, str]]:
+    """Return a script and the modules that it imports from its folder, and why some are missing.
+
+    Of the `__init__.py` of a package, only the imports of names that others use are followed.
+    Raises `ConfigError` if the script cannot be read or does not train.
+    """
+    sources, missing = {script: read(script, script.parent)}, dict[Path, str]()
+    todo: list[tuple[Path, Names]] = [(script, ALL)]
+    for path, names in todo:  # which grows
+        try:
+            if path not in sources and len(sources) == MOST_FILES:
+                raise ConfigError(MANY)  # noqa: TRY301  like those of `read`
+            source = sources[path] = sources.get(path) or read(path, script.parent)
+        except ConfigError as error:
+            missing[path] = str(error)
+            continue
+        is_package = path.name == INIT
+        for each in source.imports:
+            takes = names if each.name == "*" else each.takes
+            is_taken = not is_package or {"*", each.name} & names or each.name == "*"
+            if each.file and is_taken and (each.file, takes) not in todo:
+                todo.append((each.file, takes))
+        submodules = (_find(path.parent, [name]) for name in names if is_package)
+        todo += [(file, ALL) for file in submodules if file and (file, ALL) not in todo]
+    if not sources[script].tree.body:
+        raise ConfigError(f"{script} is empty; expected a training script")
+    if not any(each.means.startswith(TRAINING) for s in sources.values() for each in s.imports):
+        raise ConfigError(
+            f"neither {script} nor a module of its folder that it imports imports torch; expected a"
+            " script that trains with PyTorch"
+        )
+    return [*sources.values()], missing
+
+
+def read(path: Path, folder: Path) -> Source:
+    """Return the syntax tree of a file. Raises `ConfigError` with what is wrong and where."""
+    try:
+        wrong = {
+            "does not exist": not path.exists(),
+            "is a folder": path.is_dir(),
+            f"is a notebook: jupyter nbconvert --to script {path}": path.suffix == ".ipynb",
+            "is not a regular file": not path.is_file(),
+            f"has more than {MOST_BYTES} bytes": path.is_file()
+            and path.stat().st_size > MOST_BYTES,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise ConfigError(f"{path} {what}; {EXPECTED}")
+        content = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        tree = _parse(path, content.decode(encoding))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {EXPECTED}") from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        why = f"{path} is not text in UTF-8, or the encoding that it declares: {error}"
+        raise ConfigError(f"{why}; {EXPECTED}") from error
+    return Source(path, tree, tuple(_imports(path, tree, folder)))
+
+
+def _parse(path: Path, text: str) -> ast.Module:
+    version = ".".join(map(str, sys.version_info[:2]))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in the texts of a script
+            return parse(text)
+    except SyntaxError as error:
+        is_old = error.msg.startswith(OF_PYTHON_2)
+        what = "is Python 2" if is_old else f"is not Python {version}"
+        advice = "convert it to Python 3" if is_old else "correct this line"
+        raise ConfigError(f"{path}:{error.lineno} {what}: {error.msg}; {advice}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        why = str(error) or "it is nested too deeply"
+        raise ConfigError(f"{path} is not Python: {why}; {EXPECTED}") from error
+
+
+def _imports(path: Path, tree: ast.Module, folder: Path) -> Iterator[Import]:
+    """Yield all names that a module imports."""
+    used: dict[str, set[str]] = {}  # attributes of names, as of modules
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used.setdefault(node.value.id, set()).add(node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                name = alias.asname or parts[0]
+                takes = frozenset(used.get(name, ()))
+                yield Import(
+                    name, alias.name if alias.asname else name, _find(folder, parts), takes
+                )
+        elif isinstance(node, ast.ImportFrom):
+            parts = node.module.split(".") if node.module else []
+            above = [*path.parents]
+            start = above[min(node.level, len(above)) - 1] if node.level else folder
+            start = start if folder in {start, *start.parents} else folder  # never above it
+            for alias in node.names:
+                name = alias.asname or alias.name
+                means = ".".join([*parts, alias.name])
+                if file := _find(start, [*parts, alias.name]):
+                    yield Import(name, means, file, frozenset(used.get(name, ())))
+                else:
+                    yield Import(name, means, _find(start, parts), frozenset([alias.name]))
+
+
+def _find(folder: Path, parts: list[str]) -> Path | None:
+    path = folder.joinpath(*parts)
+    files = (path.parent / f"{path.name}.py", path / INIT) if parts else (path / INIT,)
+    return next((file for file in files if file.is_file()), None)
