@@ -69,7 +69,7 @@ def norms_job(run, *, in_lanes=False, **options):
     return {"model": model, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("in_lanes", [False, True])
+@pytest.mark.parametrize("in_lanes", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_step_without_samples_counts_but_makes_no_update(in_lanes, tmp_path):
     job = partial(norms_job, in_lanes=in_lanes, shuffle=False)
     without = partial(job, exclude=range(8, 16))
