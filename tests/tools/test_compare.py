@@ -50,8 +50,8 @@ def train(directory, kind="nothing", at=0, steps=STEPS, **options):
                 optimizer.param_groups[0][kind] += 1e-3
             if is_now and kind == "ulp":
                 with torch.no_grad():
-                    weight = model.weight[0]
-                    weight[0] = torch.nextafter(weight[0], weight.new_tensor(9.0))
+                    up = torch.full_like(model.weight, 9.0)
+                    model.weight.copy_(torch.nextafter(model.weight, up))
             run.log(run.backward(loss_fn, model, batch))
             if is_now and kind == "backward":
                 run.backward(loss_fn, model, batch)
