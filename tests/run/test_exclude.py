@@ -97,6 +97,33 @@ def test_rows_of_a_mixture_are_left_out_by_the_name_of_their_source():
     assert sorted(used) == [0, 1, 3, 4, 5, 7, 8, 9, 10]
 
 
+def mixture_job(run, seen, **options):
+    """Note the samples of the steps of this start."""
+    model = run.replicate(nn.Linear(1, 1))
+    run.track(model=model)
+    sources = {name: TensorDataset(torch.arange(20) + 20 * n) for n, name in enumerate("ab")}
+    for batch in run.batches(sources, 4, weights={"a": 1, "b": 1}, steps=6, **options):
+        run.backward(lambda model, rows: model(rows[0][:, None].float()).mean(), model, batch)
+        seen += [int(value) for (values,) in batch for value in values]
+
+
+def test_rows_of_a_mixture_can_be_left_out_until_they_are_used(tmp_path):
+    def resumed(seen, **options):
+        with ss.init(lanes=2, dir=tmp_path) as run:
+            mixture_job(run, seen, **options)
+
+    before, whole, rest = [], [], []
+    with ss.init(lanes=2) as run:
+        mixture_job(run, whole)
+    with pytest.raises(SystemExit), ss.init(lanes=2, dir=tmp_path, stop_after=3) as run:
+        mixture_job(run, before)
+    late = [index for index in whole if index not in before][:2]
+    with pytest.raises(ss.DataError, match="of loop 'train' used one of 3 samples"):
+        resumed([], exclude=[*late, before[5]])
+    resumed(rest, exclude=late)
+    assert rest == [index for index in whole[len(before) :] if index not in late]
+
+
 def test_streams_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("3")
     with (
