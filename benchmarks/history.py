@@ -5,7 +5,8 @@ usage: python -m benchmarks.history [--rounds 7] [--steps 200] [--layers 100] [-
 Prints a table for one and two workers with two lanes, whose runs have a directory: the CPU time per
 step, that of all calls of `plugins/history.py` in a step of the worker that writes the chain, that
 as a share of the step, and the bytes of the chain per step. Then the CPU time for the digest of a
-snapshot of `--mb` megabytes, which a thread computes after its commit.
+snapshot of `--mb` megabytes, which a thread computes after its commit. Times per step are those
+below which one of ten steps is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import pairwise
@@ -59,12 +60,17 @@ def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any
 
     @wraps(method)
     def call(*arguments: Any) -> Any:
-        started = time.thread_time()
+        started = time.perf_counter()
         returned = method(*arguments)
-        seconds.append(time.thread_time() - started)
+        seconds.append(time.perf_counter() - started)
         return returned
 
     return call
+
+
+def typical(seconds: Iterable[float]) -> float:
+    """Return what a step takes that nothing disturbs: one of ten takes less."""
+    return statistics.quantiles(seconds, n=10)[0]
 
 
 def train(contender: str, steps: int, layers: int, folder: str) -> dict[str, float]:
@@ -91,11 +97,11 @@ def train(contender: str, steps: int, layers: int, folder: str) -> dict[str, flo
             run.log(run.backward(loss_fn, model, batch))
             optimizer.step()
             optimizer.zero_grad()
-    cpu = statistics.median(after - before for before, after in pairwise(times[WARM_UP:]))
+    cpu = typical(after - before for before, after in pairwise(times[WARM_UP:]))
     result = {"cpu_ms": 1000 * cpu}
     if own:  # on the worker that writes the chain
         by_step = [sum(own[n : n + len(CALLS)]) for n in range(0, len(own), len(CALLS))]
-        seconds = statistics.median(by_step[WARM_UP:])
+        seconds = typical(by_step[WARM_UP:])
         size = (Path(folder) / "run" / FILE).stat().st_size
         result |= {"own_us": 1e6 * seconds, "share": 100 * seconds / cpu, "bytes": size / steps}
     return result
@@ -147,7 +153,12 @@ def main() -> None:
             for name, title in ROWS.items()
         }
         table = turns.table(f"{workers} workers", {ROWS["cpu_ms"]: rows.pop(ROWS["cpu_ms"])})
-        print(table, *(f"{title}: {values['chain']}" for title, values in rows.items()), sep="\n")
+        print(
+            table,
+            *(f"{title}: {values['chain']}" for title, values in rows.items()),
+            sep="\n",
+            flush=True,
+        )
     print(f"digest of {options.mb} MB: {digest_seconds(options.mb):.2f} s", flush=True)
 
 

@@ -30,8 +30,8 @@ class Command(NamedTuple):
 
 NOTHING_LEFT: Final = "; its runs were in temporary folders, which are removed"
 COMMANDS: Final = {
-    "adopt": Command("samestep.tools.adopt", "plan how a training script moves to samestep"),
     "run": Command("samestep.launch.local", "run a script with one or more workers"),
+    "adopt": Command("samestep.tools.adopt", "plan how a training script moves to samestep"),
     "verify": Command(
         "samestep.tools.verify", "check that all worker counts give the same steps", NOTHING_LEFT
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -195,3 +196,23 @@ def test_samples_that_are_left_out_are_not_loaded_to_compare_them():
     kept = {index for number in range(9) for index in use.indices(number)}
     assert kept
     assert not kept & {*left_out.tolist()}
+
+
+def test_the_first_step_with_a_sample_is_that_of_the_plan():
+    plan = plans(30, 4, 2)["shuffled"]()
+    batches = [set(chain(*lanes)) for lanes in lane_batches(plan, EPOCH)]
+    for index in range(30):
+        (step,) = [number for number, batch in enumerate(batches) if index in batch]
+        assert plan.first_step_with(np.array([index]), EPOCH, step) is None
+        assert plan.first_step_with(np.array([index]), EPOCH, step + 1) == step
+    assert plan.first_step_with(np.array([], dtype=np.int64), EPOCH, 8) is None
+
+
+def test_a_mixture_knows_whether_it_has_given_a_row():
+    make = plans(30, 4, 2)["mixture"]
+    whole, plan = make(), make()
+    whole.begin({}, 0, 0, 7)
+    used = set(samples([[whole.indices(0, step, lane) for lane in range(2)] for step in range(5)]))
+    plan.begin(whole.state(5), 5, 5, 7)
+    said = {n for n in range(30) if plan.first_step_with(np.array([n]), 0, 5) is not None}
+    assert said == used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -209,6 +210,17 @@ def test_a_server_that_is_not_there_is_told_once(server, monkeypatch):
     assert told[0].startswith("Azure at http://")
     assert "leave out preemption=azure" in told[0]
     assert stops == []
+
+
+def test_a_server_that_does_not_answer_is_told_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with watched("aws", monkeypatch, address) as (told, stops):
+            connections = [silent.accept()[0] for _ in range(3)]  # it asks again
+            assert "timed out" in told[0]
+        assert (len(told), stops) == (1, [])
+        for connection in connections:
+            connection.close()
 
 
 def test_a_notice_counts_as_a_sigterm_that_its_echo_does_not_repeat(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import samestep as ss
 from samestep.config import merge
 from samestep.errors import ConfigError
+from samestep.watch.run_state import describe
 from tests.jobs import STEPS, events, image_job, left_by
 
 OPTIONS = {"lanes": 4, "system_every": None}
@@ -47,6 +48,7 @@ def test_each_worker_writes_its_steps_and_the_bits_are_the_same(tmp_path):
     (event,) = events(tmp_path / "traced", "profiled")
     assert (event["first"], event["step"]) == (2, 5)
     assert (tmp_path / "traced" / event["file"]).is_file()
+    assert describe(event, "profiled", {})[0] == f"traced steps 2:5, in {event['file']}"
 
 
 def test_a_run_that_ends_within_the_steps_writes_those_and_the_next_start_the_others(

@@ -69,7 +69,7 @@ def norms_job(run, *, in_lanes=False, **options):
     return {"model": model, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("in_lanes", [False, True])
+@pytest.mark.parametrize("in_lanes", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_step_without_samples_counts_but_makes_no_update(in_lanes, tmp_path):
     job = partial(norms_job, in_lanes=in_lanes, shuffle=False)
     without = partial(job, exclude=range(8, 16))
@@ -95,6 +95,33 @@ def test_rows_of_a_mixture_are_left_out_by_the_name_of_their_source():
         )
         used = [int(value) for batch in loop for (values,) in batch for value in values]
     assert sorted(used) == [0, 1, 3, 4, 5, 7, 8, 9, 10]
+
+
+def mixture_job(run, seen, **options):
+    """Note the samples of the steps of this start."""
+    model = run.replicate(nn.Linear(1, 1))
+    run.track(model=model)
+    sources = {name: TensorDataset(torch.arange(20) + 20 * n) for n, name in enumerate("ab")}
+    for batch in run.batches(sources, 4, weights={"a": 1, "b": 1}, steps=6, **options):
+        run.backward(lambda model, rows: model(rows[0][:, None].float()).mean(), model, batch)
+        seen += [int(value) for (values,) in batch for value in values]
+
+
+def test_rows_of_a_mixture_can_be_left_out_until_they_are_used(tmp_path):
+    def resumed(seen, **options):
+        with ss.init(lanes=2, dir=tmp_path) as run:
+            mixture_job(run, seen, **options)
+
+    before, whole, rest = [], [], []
+    with ss.init(lanes=2) as run:
+        mixture_job(run, whole)
+    with pytest.raises(SystemExit), ss.init(lanes=2, dir=tmp_path, stop_after=3) as run:
+        mixture_job(run, before)
+    late = [index for index in whole if index not in before][:2]
+    with pytest.raises(ss.DataError, match="of loop 'train' used one of 3 samples"):
+        resumed([], exclude=[*late, before[5]])
+    resumed(rest, exclude=late)
+    assert rest == [index for index in whole[len(before) :] if index not in late]
 
 
 def test_streams_are_refused(tmp_path):

@@ -362,8 +362,15 @@ def skips_a_unit(run, step):
     train(run, model, adamw(run, model))
 
 
-@pytest.mark.parametrize("environment", [{}, HOSTS], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "environment"),
+    [
+        (0, {}),
+        (1, HOSTS),
+        pytest.param(0, HOSTS, marks=pytest.mark.long),
+        pytest.param(1, {}, marks=pytest.mark.long),
+    ],
+)
 def test_another_order_of_units_is_an_error_with_both_names(step, environment):
     """In the first lanes, workers say what they do; later, each call has the unit's name."""
 

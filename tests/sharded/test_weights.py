@@ -71,13 +71,23 @@ def trained(path, *, is_meta):
         return digest(run, model)
 
 
-def test_a_model_on_the_meta_device_trains_as_its_values(tmp_path):
-    (expected,) = run_workers(lambda: trained(None, is_meta=False), 1)
+@pytest.fixture(scope="module")
+def expected():
+    return run_workers(lambda: trained(None, is_meta=False), 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_meta"),
+    [
+        (3, True),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
+    ],
+)
+def test_a_model_on_the_meta_device_trains_as_its_values(workers, is_meta, tmp_path, expected):
     path = saved(tmp_path, values(), files=3)
-    for workers in (1, 3):
-        results = run_workers(lambda: trained(path, is_meta=True), workers)
-        assert results == [expected] * workers
-    assert run_workers(lambda: trained(path, is_meta=False), 2) == [expected] * 2
+    results = run_workers(lambda: trained(path, is_meta=is_meta), workers)
+    assert results == expected * workers
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())

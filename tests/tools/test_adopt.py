@@ -8,8 +8,10 @@ import random
 import re
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -216,6 +218,50 @@ def test_a_line_of_a_loop_has_its_entry(planned, line, name, kind, write):
     named = [entry for entry in entries if (name or entry.name) == entry.name]
     assert [entry.kind for entry in named][:1] == ([kind] if kind else [])
     assert all(entry.write.startswith(write) for entry in named[:1])
+
+
+@pytest.mark.parametrize(
+    "made", ["torch.Generator()", "random.Random()", "np.random.default_rng()"]
+)
+def test_what_is_written_seeds_a_generator(planned, made):
+    entries = planned(f"{IMPORTS}draw = {made}\n{LOOP}        images += noise(draw)\n")
+    (write,) = (entry.write for entry in entries if entry.name == "draw")
+    names = {"run": SimpleNamespace(on_lane_seed=lambda seed: seed(7))}
+    exec(f"import random, torch, numpy as np\ndraw = {made}", names)
+    numbers = []
+    for _ in range(2):
+        exec(write, names)
+        own = getattr(
+            names["draw"], "random", lambda: torch.rand(1, generator=names["draw"]).item()
+        )
+        numbers.append(own())
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize(
+    ("loop", "target"),
+    [
+        ("for i, (x, y) in enumerate(tqdm(loader)):", "x, y"),
+        ("for x, y in map(move, loader):", "x, y"),
+        ("for step, (x, y) in zip(range(9), chain.from_iterable(repeat(loader))):", "x, y"),
+        ("for batch in endless:", "batch"),
+        ("for batch in meter.log_every(loader, 10, 'epoch'):", "batch"),
+        ("for batch in make(3):", "..."),
+    ],
+)
+def test_a_loader_is_seen_through_what_iterates_it(planned, loop, target):
+    text = f"""{PLAIN}from itertools import chain, cycle, repeat
+from tqdm import tqdm
+loader = DataLoader(data, 8, shuffle=True)
+endless = cycle(loader)
+{loop}
+    net(1).backward()
+"""
+    entries = planned(text)
+    lanes = [entry.write for entry in entries if "batch.lanes" in entry.write]
+    assert f"    for {target} in batch.lanes(model):" in lanes[0]
+    assert [entry.kind for entry in entries].count("unseen") == (target == "...")
+    assert found(entries, "loader") == ["run.batches(data, 8)"]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda path: path.stem)

@@ -32,7 +32,8 @@ def used_at(directory, step):
 @pytest.mark.parametrize(
     ("order", "workers", "epochs"),
     [
-        ("shuffled", 2, 2),
+        ("shuffled", 2, 1),
+        pytest.param("shuffled", 2, 2, marks=LONG),
         *(pytest.param("shuffled", workers, 1, marks=LONG) for workers in (1, 4)),
         *(pytest.param("weighted", workers, 1, marks=LONG) for workers in (1, 2, 4)),
         *(pytest.param("length", workers, 1, marks=LONG) for workers in (1, 2, 4)),
@@ -65,9 +66,16 @@ def test_a_run_that_forgets_has_the_bits_of_one_without(order, workers, epochs, 
     assert [event.get("excluded") for event in loops] == [None, 2, 2]
 
 
-def test_samples_of_the_first_step_are_forgotten_by_a_new_start(tmp_path, call):  # noqa: F811
-    trunk, forgets = tmp_path / "trunk", tmp_path / "new"
-    start(trunk, 1, "--stop-after", 2)
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The directory of a run of two steps."""
+    directory = tmp_path_factory.mktemp("runs") / "trunk"
+    start(directory, 1, "--stop-after", 2)
+    return directory
+
+
+def test_samples_of_the_first_step_are_forgotten_by_a_new_start(short, tmp_path, call):  # noqa: F811
+    trunk, forgets = short, tmp_path / "new"
     (tmp_path / "samples.txt").write_text(str(used_first(trunk)))
     words = "forget", trunk, "--samples", tmp_path / "samples.txt", "--dir", forgets
     status, printed = call(*words, "--no-start", SCRIPT, "shuffled", "1.0")
@@ -93,11 +101,10 @@ def used_first(directory):
         ("b.txt", None, "b.txt cannot be read: No such file"),
     ],
 )
-def test_samples_that_the_run_does_not_have_are_refused(tmp_path, capfd, name, text, words):
-    start(tmp_path / "trunk", 1, "--stop-after", 1)
+def test_samples_that_the_run_does_not_have_are_refused(short, tmp_path, capfd, name, text, words):
     if text is not None:
         (tmp_path / name).write_text(text)
-    command = "forget", tmp_path / "trunk", "--samples", tmp_path / name, "--dir", tmp_path / "new"
+    command = "forget", short, "--samples", tmp_path / name, "--dir", tmp_path / "new"
     assert main([*map(str, (*command, SCRIPT, "shuffled", "1.0"))]) in {1, 2}
     printed = capfd.readouterr().err
     assert re.search(words, printed), printed

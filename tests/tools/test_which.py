@@ -15,6 +15,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.cli import main
+from samestep.data.plan import array_digest
 from samestep.errors import ConfigError, RecordError
 from samestep.record import FileRecord, orders, read_events
 from samestep.tools.plans import History, Use, first_use, uses
@@ -275,6 +276,19 @@ def test_a_sample_of_a_billion_is_found_at_once(tmp_path):
         stretch = history.at(use.step)
         at = use.step - stretch.first
         assert 96 in stretch.plan().indices(use.epoch, at, use.lane)
+
+
+def test_samples_that_a_loop_leaves_out_are_not_used(tmp_path, capsys):
+    plan = {"kind": "shuffled", "size": 8, "batch_size": 4, "lanes": 2, "seed": 3, "shuffle": False}
+    excluded = np.array([1, 5])
+    digest = array_digest(excluded)
+    assert orders.write_order(tmp_path, excluded, digest)
+    loop = {"name": "train", "step": 0, "epoch": 0, "epoch_step": 0, "done": 0}
+    write(tmp_path, {**loop, "steps_per_epoch": 2, "plan": {**plan, "exclude": digest}}, done=2)
+    assert list(uses(History(tmp_path), [5])) == []
+    assert list(uses(History(tmp_path), [5, 6])) == [Use(1, "train", 0, 1, 6)]
+    assert main(["which", str(tmp_path), "--step", "1"]) == 0
+    assert "lane 0: 4\nlane 1: 6 7\n" in capsys.readouterr().out
 
 
 def test_an_order_that_is_damaged_or_not_kept_is_named(tmp_path, monkeypatch):

@@ -183,11 +183,14 @@ class MixturePlan(Plan):
         return {**options, **self._describe_excluded()}
 
     def first_step_with(self, samples: Indices, epoch: int, stop: int) -> int | None:
-        """Return 0 if a sample was used in the run up to a step, which is known, else None."""
-        given = self._given[self._number(epoch, stop)].rows
+        """Return 0 if the run has used a sample up to a step, None if not.
+
+        Also None before `begin`, after which a loop asks again.
+        """
+        given = self._given.get(self._number(epoch, stop), Given([], [])).rows
         used = (
             self._span(n, 0, min(rows, size))
-            for n, (rows, size) in enumerate(zip(given, self._sizes, strict=True))
+            for n, (rows, size) in enumerate(zip(given, self._sizes, strict=False))
             if rows
         )
         return 0 if len(samples) and any(are_in(rows, samples).any() for rows in used) else None

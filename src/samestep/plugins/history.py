@@ -41,6 +41,7 @@ from samestep.step.lane_pass import StepPlugin, StepResult
 
 _LANE: Final = struct.Struct("<qdd")  # its number, items and loss
 _COUNT: Final = struct.Struct("<q")
+_INDEX: Final = np.dtype("<i8")
 
 
 class History(RunPlugin, StepPlugin):
@@ -91,15 +92,8 @@ class History(RunPlugin, StepPlugin):
 
     def before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note the options of an optimizer, before its update."""
-        groups = [
-            [
-                f"{name}={text}"
-                for name in sorted(group)
-                if name != "params" and (text := _numbers(group[name]))
-            ]
-            for group in optimizer.param_groups
-        ]
-        self._rates.append(f"{type(optimizer).__name__} {groups}")
+        groups = map(_options_of, optimizer.param_groups)
+        self._rates.append(f"{type(optimizer).__name__} {'; '.join(groups)}")
 
     def end_step(self, ended: EndedStep) -> None:
         """Write the row of a step."""
@@ -152,6 +146,18 @@ def _loss_of(metrics: Mapping[str, Any]) -> float:
     return loss if is_number else math.nan  # of which there are many
 
 
+def _options_of(group: Mapping[str, Any]) -> str:
+    """Return the numbers among the options of a parameter group; in every step, so it is fast."""
+    texts = []
+    for name in sorted(group):
+        value = group[name]
+        if value is None or name == "params":
+            continue
+        if text := repr(value) if type(value) is float else _numbers(value):
+            texts.append(f"{name}={text}")
+    return ", ".join(texts)
+
+
 def _numbers(value: Any) -> str:
     """Return the bits of an option that is a number, or a tuple or list with numbers, else ""."""
     if isinstance(value, bool):
@@ -172,7 +178,7 @@ def _samples_of(ended: EndedStep) -> bytes:
     if source is None:
         return b"stream %d " % ended.done + name
     lanes = [
-        np.asarray(source.plan.indices(source.epoch, source.step, lane), dtype="<i8").tobytes()
+        np.asarray(source.plan.indices(source.epoch, source.step, lane), dtype=_INDEX).tobytes()
         for lane in range(source.plan.lanes)
     ]
     counts = [_COUNT.pack(len(lane)) for lane in lanes]

@@ -243,7 +243,7 @@ def branch(record: RecordedRun, folder: Path, **fields: Any) -> None:
         names |= {"chain": None if head is None else head.hex(), **fields}
         file.write(f"{to_json({'time': time.time(), 'event': EVENT, **names})}\n")
     sync(folder / FILE_NAME)
-    for order in (trunk / FOLDER).glob("order-*.npy"):
+    for order in (trunk / FOLDER).glob("order-*"):
         shutil.copy(order, folder / FOLDER)
     if head is not None:
         with closing(chain.Chain.open(trunk)) as rows:

@@ -54,7 +54,7 @@ class Stretch:
     """Consecutive steps [first, stop) of a run that one start made of one epoch of a loop.
 
     The first one is step `epoch_step` of the epoch. `start` counts the starts in the record from 0.
-    `recorded` is what the record says of the plan, None for a stream; `plan` makes it.
+    `recorded` is what the record of `directory` has of the plan, None for streams; `plan` makes it.
     """
 
     loop: str
@@ -64,6 +64,7 @@ class Stretch:
     epoch_step: int
     start: int
     recorded: Mapping[str, Any] | None
+    directory: Path
     plan: Callable[[], Plan] = field(repr=False, compare=False)
 
     @property
@@ -71,11 +72,17 @@ class Stretch:
         """The steps within the epoch."""
         return range(self.epoch_step, self.epoch_step + self.stop - self.first)
 
+    @property
+    def excluded(self) -> Indices:
+        """The samples that the loop leaves out, although its plan has them."""
+        digest = "" if self.recorded is None else self.recorded.get("exclude", "")
+        return read_order(self.directory, digest) if digest else np.empty(0, dtype=np.int64)
+
     def uses(self, samples: Indices) -> list[Use]:
         """Return where the steps use some different samples, in order."""
         plan, size = self.plan(), sum(sizes_of(self.recorded).values())
-        kept = np.setdiff1d(samples[samples < size], plan.excluded)
-        rows = plan.uses(self.epoch, kept, self.steps).tolist()
+        used = samples[(samples < size) & ~np.isin(samples, self.excluded)]
+        rows = plan.uses(self.epoch, used, self.steps).tolist()
         shift = self.first - self.epoch_step
         return [Use(shift + step, self.loop, self.epoch, lane, row) for step, lane, row in rows]
 
@@ -174,13 +181,12 @@ class History:
                 stop = min(each.stop, first + max(1, count))
                 is_mixture = recorded is not None and recorded["kind"] == "mixture"
                 plan = mixture if is_mixture else partial(self._plan_of, event, epoch)
-                yield Stretch(loop, epoch, first, stop, epoch_step, each.start, recorded, plan)
+                place = (loop, epoch, first, stop, epoch_step, each.start)
+                yield Stretch(*place, recorded, self.directory, plan)
                 first, epoch, epoch_step = stop, epoch + 1, 0
 
     def _mixture_of(self, event: Mapping[str, Any]) -> MixturePlan:
-        plan = _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
-        _leave_out(plan, event["plan"], self.directory)
-        return plan
+        return _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
 
     def _plan_of(self, event: Mapping[str, Any], epoch: int) -> Plan:
         recorded, loop = event.get("plan"), str(event["name"])
@@ -249,18 +255,6 @@ def first_rows(recorded: Mapping[str, Any] | None) -> dict[str, int]:
 def _plan(text: str, directory: Path, digest: str) -> Plan:
     """Make the plan of a loop with one data set again, from JSON and an array of the record."""
     recorded = json.loads(text)
-    plan = _whole_plan(recorded, directory, digest)
-    _leave_out(plan, recorded, directory)
-    return plan
-
-
-def _leave_out(plan: Plan, recorded: Mapping[str, Any], directory: Path) -> None:
-    """Leave out of a plan what it has left out."""
-    if digest := recorded.get("exclude"):
-        plan.exclude(read_order(directory, str(digest)))
-
-
-def _whole_plan(recorded: Mapping[str, Any], directory: Path, digest: str) -> Plan:
     kind, size = recorded["kind"], int(recorded["size"])
     sizes = size, recorded["batch_size"], recorded["lanes"], recorded["seed"]
     options = {"shuffle": recorded["shuffle"], "drop_last": recorded.get("drop_last", False)}

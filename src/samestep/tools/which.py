@@ -51,12 +51,13 @@ def _of_step(history: History, step: int, loop: str | None) -> Iterator[str]:
     if loop not in {None, stretch.loop}:
         raise ConfigError(f"step {step} is one of loop {stretch.loop!r}, not of {loop!r}")
     plan, at = stretch.plan(), step - stretch.first + stretch.epoch_step
-    name = _names(stretch)
+    name, excluded = _names(stretch), set(stretch.excluded.tolist())
     skipped = ", skipped: no gradient was used" * (step in history.skipped)
     yield f"step {step}: step {at} of epoch {stretch.epoch} of loop {stretch.loop!r}{skipped}"
     for lane in range(plan.lanes):
         indices = plan.indices(stretch.epoch, at, lane).tolist()
-        yield f"lane {lane}: {' '.join(map(name, indices)) or 'no samples'}"
+        names = [name(index) for index in indices if index not in excluded]
+        yield f"lane {lane}: {' '.join(names) or 'no samples'}"
 
 
 def _of_samples(history: History, text: str, loop: str | None) -> Iterator[str]:

@@ -226,7 +226,8 @@ def test_forks_are_listed_below_the_run_that_they_share_steps_with(place, page, 
         [trunk.name, fork.name, twig.name],
     )
     assert depths == [[trunk.name, "0"], [fork.name, "1"], [twig.name, "2"]]
-    assert "forked at 2" in page.text(f"#runs li[data-run='{twig.name}']")
+    text = "return document.querySelector(`#runs li[data-run='${arguments[0]}']`).textContent"
+    assert "forked at 2" in page.run(text, twig.name)
 
 
 def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):

@@ -19,11 +19,11 @@ MOST_VALUES: Final = 8  # of a name, such as of a parameter
 # their names mean workers only if the script has some: a rank may be that of a matrix
 OF_WORKERS: Final = ("world", "rank")
 GROUPS: Final = ("torch.distributed", "accelerate", "lightning", "deepspeed", "torch.multiproc")
-# calls with the role of their first argument, or of their object
+# calls with the role of an argument, or of their object
 SAME: Final = matcher(
     *("*.convert_sync_batchnorm()", "torch.compile()", "<accelerator>.*()", "<fabric>.setup*()"),
     *("iter()", "enumerate()", "*tqdm()", "*cycle()", "*islice()", "int()", "zip()", "float()"),
-    *("*refetcher()", "*.log_every()", "*Loader()"),
+    *("*refetcher()", "*.log_every()", "*Loader()", "map()", "*repeat()", "*from_iterable()"),
 )
 OF_OBJECT: Final = matcher("*.to()", "*.to(device)", "*.cuda()", "*.train()", "*.eval()")
 PREPARE: Final = matcher("<accelerator>.prepare*()", "<fabric>.setup*()")
@@ -234,7 +234,7 @@ class Names(ast.NodeVisitor):
             return returned(function)
         match node:
             case ast.Call(args=parts) if SAME.fullmatch(name):
-                parts = parts[:1]
+                pass
             case ast.Call(func=ast.Attribute(value=value)) if OF_OBJECT.fullmatch(name):
                 parts = [value]
             case ast.IfExp(body=body, orelse=other):

@@ -28,6 +28,7 @@ TOGETHER: Final = matcher(
     *("*backward()", "*.step()", "*evaluate*()", "*barrier()", "*.wait_for_everyone()"),
     *("torch.distributed.all_*()", "torch.distributed.broadcast*()", "torch.distributed.reduce*()"),
 )
+NUMPY_SEED: Final = 'lambda seed: setattr({}.bit_generator, "state", np.random.PCG64(seed).state)'
 KEYWORDS: Final = ("max_norm", "max_epochs")  # that rules name
 SORTS: Final = matcher("sorted()", "len()", "set()", "any()", "max()", "min()")
 
@@ -85,6 +86,7 @@ class Scan:
         self._seen: set[tuple[str, ast.AST]] = set()
         self._lanes: set[ast.AST] = set()  # nodes that a loop over batches runs
         self._trained: list[Value] = []  # loaders
+        self._evaluated: list[Value] = []
         made = self._names.made
         self._loader_names = {each: text for text, each in made.get("loader", {}).items()}
         tracked = {text.rpartition(".")[2]: text for role in TRACKED for text in made.get(role, {})}
@@ -101,6 +103,7 @@ class Scan:
             is_other = any(isinstance(node, ast.Yield) for node in ast.walk(loop))  # of a loader
             is_other |= ("loop", loop) in self._seen
             loaders = [] if is_other else self._loaders(loop)
+            self._evaluated += loaders
             for value in sorted(loaders, key=lambda value: value.made.lineno)[:1]:
                 self._add_loader("evaluation", loop, head(loop), value.made)
         self._find_state()
@@ -171,8 +174,10 @@ class Scan:
 
     def _end(self, loop: Loop) -> str:
         """Return the end of a loop over a range, `...` of `while`, "" of others."""
-        for node in ast.walk(loop.iter) if isinstance(loop, ast.For) else ():
-            if self._names.visit(node).endswith("range()") and isinstance(node, ast.Call):
+        call = loop.iter if isinstance(loop, ast.For) else None
+        inner = call.args[0] if isinstance(call, ast.Call) and call.args else None  # of tqdm
+        for node in (call, inner):
+            if isinstance(node, ast.Call) and self._names.visit(node).endswith("range()"):
                 return code([*node.args, None][min(len(node.args), 2) - 1])
         return "..." if isinstance(loop, ast.While) else ""
 
@@ -202,7 +207,9 @@ class Scan:
     def _add_loop(self, loop: Loop, backward: list[ast.Call]) -> None:
         """Add what a loop over batches becomes, and note what belongs to its lanes."""
         target = loop.target if isinstance(loop, ast.For) and self._loaders(loop) else None
-        if isinstance(target, ast.Tuple) and self._iterated(loop)[:1] == ["enumerate()"]:
+        iterated = self._iterated(loop)
+        is_counted = "enumerate()" in iterated[:1] or {"zip()", "range()"} <= {*iterated}
+        if is_counted and isinstance(target, ast.Tuple) and len(target.elts) == 2:
             index, target = target.elts
             if dotted(index) in map(dotted, nodes_of(loop.body)):
                 self._add("index", loop, code(index))
@@ -250,7 +257,9 @@ class Scan:
         calls = [node for node in self._names.nodes if isinstance(node, ast.Call)]
         loaders = [node for node in calls if self._names.visit(node).endswith("DataLoader()")]
         for loader in dict.fromkeys([*self._loader_names, *loaders]):
-            is_trained = any(value.made is loader for value in self._trained)
+            trained = [value.made for value in self._trained] or [loader]
+            is_evaluated = any(value.made is loader for value in self._evaluated)
+            is_trained = any(each is loader for each in trained) and not is_evaluated
             name = "loader" if is_trained else "evaluated loader"
             text = self._loader_names.get(loader, code(loader))
             self._add_loader(name, loader, text, loader)
@@ -368,6 +377,8 @@ class Scan:
         if isinstance(parent, ast.Assign):
             texts["assigned"] = code(parent.targets[0])
         for value in self._names.values(node)[:1]:
-            seeds = "manual_seed" if "torch" in self._names.visit(value.made) else "seed"
-            texts["seed"] = f"{code(node)}.{seeds}"
+            made, name = self._names.visit(value.made), code(node)
+            texts["seed"] = f"{name}.manual_seed" if "torch" in made else f"{name}.seed"
+            if made.startswith("numpy"):
+                texts["seed"] = NUMPY_SEED.format(name)
         return texts

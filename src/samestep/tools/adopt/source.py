@@ -138,6 +138,7 @@ def _imports(path: Path, tree: ast.Module, folder: Path) -> Iterator[Import]:
             parts = node.module.split(".") if node.module else []
             above = [*path.parents]
             start = above[min(node.level, len(above)) - 1] if node.level else folder
+            start = start if folder in {start, *start.parents} else folder  # never above it
             for alias in node.names:
                 name = alias.asname or alias.name
                 means = ".".join([*parts, alias.name])

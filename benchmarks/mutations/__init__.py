@@ -1,0 +1,1 @@
+"""Faults planted in correct scripts, to see whether `samestep verify` finds them."""
