@@ -13,7 +13,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Final
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted
 from samestep.launch.local import check_script
+from samestep.record import read_history
 from samestep.record.chain import Chain, Row, snapshots_of
 from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
 from samestep.record.source import STARTS
@@ -286,7 +287,7 @@ def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> Non
     for part, title in PARTS.items():
         names = _differing(receipt[part], found[part])
         verdicts.add(title, f"first in {names[0]}" if names else "")
-    verdicts.add("rates of the record and of the chain", _rates_differ(run, size, steps))
+    verdicts.add("rates of the record and of the chain", _rates_differ(run, steps))
 
 
 def _differing(expected: Any, found: Any, place: str = "") -> list[str]:
@@ -309,35 +310,20 @@ def _short(value: Any) -> str:
     return "missing" if value is None else f"{json.dumps(value):.80}"
 
 
-def _rates_differ(run: Path, size: int, steps: int) -> str:
+def _rates_differ(run: Path, steps: int) -> str:
     """Return at which step the record has a new learning rate and the chain has not, "" if none."""
     before: dict[str, float] = {}
     with closing(Chain.open(run)) as chain:
-        for event in _timings(run, size):
-            step, rates = event["step"], event["rates"]
+        for event in read_history(run):
+            step, rates = event.get("step", steps), event.get("rates")
+            if event.get("event") != "timing" or not isinstance(rates, dict):
+                continue
             changed = [name for name in rates if before.get(name, rates[name]) != rates[name]]
             before |= rates
             is_covered = chain.first < step < steps
             if changed and is_covered and chain[step].rates == chain[step - 1].rates:
                 return f"first at step {step}: the record has another rate, and the chain not"
     return ""
-
-
-def _timings(run: Path, size: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of steps that changed a learning rate, in the order of steps."""
-    found: dict[int, dict[str, Any]] = {}
-    with os.fdopen(open_regular(run / FILE_NAME), "rb") as file:
-        done, lines = 0, list[bytes]()
-        for line in read_lines(file):
-            done += len(line)
-            if done <= size and (b'"rates":' in line or b'"continues":' in line):
-                lines.append(line)
-    for event in parse_events(lines):
-        if event.get("event") in STARTS:  # which repeats what follows
-            found = {step: each for step, each in found.items() if step < event["step"]}
-        elif event.get("event") == "timing" and isinstance(event.get("rates"), dict):
-            found[int(event["step"])] = event
-    yield from (found[step] for step in sorted(found))
 
 
 def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
