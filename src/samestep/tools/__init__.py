@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, Final
 
-from samestep.errors import RecordError
+from samestep.errors import RecordError, SamestepError
 from samestep.host import SIGNALED
+from samestep.launch.local import check_script
 from samestep.record import read_events
 
 OUTPUT: Final = "output.txt"
@@ -25,6 +27,20 @@ ISOLATED: Final = (
     *(f"--{name}=none" for name in ("remote", "transfer", "sinks", "on-event")),
     "--max-restarts=0",
 )
+
+
+def add_script(parser: argparse.ArgumentParser, script: str) -> None:
+    """Add the arguments that say what to run, the last ones of a parser."""
+    add = parser.add_argument
+    add("-m", "--module", action="store_true", help="the script is a module, like python -m")
+    add("script", help=script)
+    add("arguments", nargs="...", help="arguments of the script")
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """Return the command of these arguments. Raises `ConfigError` if there is no such script."""
+    check_script(options.script, as_module=options.module)
+    return ["-m"] * options.module + [options.script, *options.arguments]
 
 
 @contextmanager
@@ -76,6 +92,18 @@ def _sigterm_as_exit() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+@contextmanager
+def damage_explained(directory: Path) -> Iterator[None]:
+    """Raise `RecordError` for what is wrong in the record of a run that the block reads."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, SamestepError):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise RecordError(f"the record in {directory} is damaged ({reason})") from error
 
 
 def first_failure(directory: Path) -> str:

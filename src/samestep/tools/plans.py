@@ -22,7 +22,8 @@ from samestep.data.plan import Indices, Plan
 from samestep.errors import ConfigError, RecordError
 from samestep.record import read_events
 from samestep.record.orders import read_order
-from samestep.record.source import STARTS
+from samestep.record.source import STARTS, begins_anew
+from samestep.tools import damage_explained
 
 COMPLETE: Final = {"timing": 1, "snapshot": 0, "stopped": 0, "finished": 0}  # steps after `step`
 WITHIN: Final = {"scalars", "loop", "order", "shares", "batch_skipped", "loss_alert", "failed"}
@@ -107,14 +108,11 @@ class History:
         self._orders: dict[tuple[str, int], Mapping[str, Any]] = {}
         self._shares: list[Mapping[str, Any]] = []
         self._end = 0
-        try:
+        with damage_explained(directory):
             for event in read_events(directory):
                 self._add(event)
             self._end_pass(self._end)
             self.stretches = [*self._cut()]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise RecordError(f"the record in {directory} is damaged ({reason})") from error
         if not self.starts:
             raise RecordError(f"{directory} has no record of a run")
 
@@ -129,8 +127,7 @@ class History:
             return
         if kind in STARTS:
             self._end_pass(min(self._end, step))
-            is_other = kind == "started" or not event.get("continues", True)
-            self._forget(step, event.get("snapshot"), is_other=is_other)
+            self._forget(step, event)
             self.starts.append(event)
             self._end = step
         elif kind in COMPLETE or kind in WITHIN:
@@ -145,13 +142,13 @@ class History:
         elif kind == "batch_skipped":
             self.skipped.add(step)
 
-    def _forget(self, step: int, origin: str | None, *, is_other: bool) -> None:
+    def _forget(self, step: int, start: Mapping[str, Any]) -> None:
         """Forget what steps from `step` on have recorded, or all if another history begins."""
-        kept = -1 if is_other else step
-        if is_other:
-            self.first, self.origin = step, str(origin or "")
+        kept = step
+        if begins_anew(start):
+            kept, self._orders = -1, {}
+            self.first, self.origin = step, str(start.get("snapshot") or "")
         self._passes = [each for each in self._passes if each.first < kept]
-        self._orders = {} if is_other else self._orders
         self._shares = [each for each in self._shares if each["step"] < kept]
         self.skipped = {each for each in self.skipped if each < kept}
         for each in self._passes:
@@ -226,11 +223,6 @@ def uses(history: History, samples: Sequence[int], loop: str | None = None) -> I
     indices = np.unique(np.asarray(samples, dtype=np.int64))
     for stretch in stretches:
         yield from stretch.uses(indices)
-
-
-def first_use(directory: Path, samples: Sequence[int], loop: str | None = None) -> Use | None:
-    """Return the first use of any of some samples, None if the run has used none; see `uses`."""
-    return next(uses(History(directory), samples, loop), None)
 
 
 def sizes_of(recorded: Mapping[str, Any] | None) -> dict[str, int]:

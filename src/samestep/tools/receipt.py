@@ -22,13 +22,12 @@ from typing import Any, Final
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted
-from samestep.launch.local import check_script
 from samestep.record import read_history
 from samestep.record.chain import Chain, Row, snapshots_of
 from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
-from samestep.record.source import STARTS
+from samestep.record.source import STARTS, begins_anew
 from samestep.storage import open_regular, read_regular, write_atomically
-from samestep.tools import first_failure, started
+from samestep.tools import add_script, command_of, first_failure, started
 from samestep.tools.replay import OPTIONS, RecordedRun
 
 FORMAT: Final = 1
@@ -80,10 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--segments", type=int, default=5, metavar="N", help=segments)
     seed = "seed that chooses the segments (default: a random one, which is printed)"
     replay.add_argument("--seed", type=int, metavar="N", help=seed)
-    module = "the script is a module, like python -m"
-    replay.add_argument("-m", "--module", action="store_true", help=module)
-    replay.add_argument("script", help="training script of the run")
-    replay.add_argument("arguments", nargs="...", help="arguments of the script")
+    add_script(replay, "training script of the run")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -114,8 +110,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
     starts, loops = list[dict[str, Any]](), list[dict[str, Any]]()
     for event in events:
         if event.get("event") in STARTS:
-            is_other = event["event"] == "started" or not event.get("continues", True)
-            starts, loops = ([], []) if is_other else (starts, loops)
+            starts, loops = ([], []) if begins_anew(event) else (starts, loops)
             config = event.get("config", {})
             starts.append(
                 {name: event.get(name) for name in OF_START}
@@ -328,7 +323,7 @@ def _rates_differ(run: Path, steps: int) -> str:
 
 def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Repeat random segments of a run, and compare their rows and the states at their ends."""
-    check_script(options.script, as_module=options.module)
+    command = command_of(options)
     if options.segments < 1:
         raise ConfigError(f"--segments must be at least 1, got {options.segments}")
     run, verdicts = options.run, Verdicts()
@@ -341,7 +336,6 @@ def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
         raise VerifyError("the receipt has no snapshot after its first step, so nothing to repeat")
     seed = random.randrange(2**32) if options.seed is None else options.seed
     chosen = random.Random(seed).sample(segments, min(options.segments, len(segments)))
-    command = ["-m"] * options.module + [options.script, *options.arguments]
     for first, stop in sorted(chosen):
         print(f"repeating steps {first} to {stop - 1} on 1 worker …", file=sys.stderr, flush=True)
         with TemporaryDirectory(prefix="samestep-receipt-") as name:
