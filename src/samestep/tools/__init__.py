@@ -15,7 +15,7 @@ from threading import current_thread, main_thread
 from typing import Any, Final
 
 from samestep.errors import RecordError, SamestepError
-from samestep.host import SIGNALED
+from samestep.host import SIGNALED, printable
 from samestep.launch.local import check_script
 from samestep.record import read_events
 
@@ -121,6 +121,17 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
     if not any(event["event"] in {"started", "resumed"} for event in events):
         raise RecordError("the script did not start a run; it must call samestep.init")
     return events
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return the names whose values differ, or that only one has, in order."""
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names as text, and how many more there are."""
+    more = f" and {len(names) - 1} more" * (len(names) > 1)
+    return f"{printable(names[0])!r}{more}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -20,7 +20,15 @@ from samestep.record import read_events, read_history
 from samestep.record.events import parse_events
 from samestep.record.source import STARTS, begins_anew
 from samestep.terminal import starting
-from samestep.tools import add_script, command_of, damage_explained, first_failure, started, table
+from samestep.tools import (
+    add_script,
+    command_of,
+    damage_explained,
+    first_failure,
+    first_of,
+    started,
+    table,
+)
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.plugins.replay import Request
@@ -311,9 +319,8 @@ class Report:
         yield f"losses of the alert: {self._verdict(differs=bool(differing))}{where}"
 
     def _compare_state(self) -> Iterator[str]:
-        from samestep.snapshot.manager import RESERVED
-        from samestep.snapshot.read import directory_name, load
-        from samestep.tools.trace import hashes_of
+        from samestep.snapshot.read import directory_name
+        from samestep.tools.trace import differing_state
 
         record = self._record
         path = record.next_snapshot
@@ -322,18 +329,11 @@ class Report:
             yield f"state: no snapshot of step {end} to compare it with (see --compare-state)"
             return
         try:
-            was, now = load(path), load(self._folder / directory_name(record.end))
+            names = differing_state([path, self._folder / directory_name(record.end)])
         except SnapshotError as error:
             yield f"state: not compared: {error}"
             return
-        # not of the run itself, whose options differ
-        expected, repeated = (
-            hashes_of({name: state for name, state in saved.state.items() if name not in RESERVED})
-            for saved in (was, now)
-        )
-        names = [name for name in expected if expected[name] != repeated.get(name)]
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        where = f"from {path.name} in {names[0]!r}{more}" if names else f"as {path.name}"
+        where = f"from {path.name} in {first_of(names)}" if names else f"as {path.name}"
         yield f"state: {self._verdict(differs=bool(names))} {where}"
 
     def _print_lane(self, report: Mapping[str, Any]) -> None:
