@@ -25,14 +25,7 @@ from samestep.record.events import FILE_NAME, to_json
 from samestep.record.files import FOLDER
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position
 from samestep.storage import sync, write_atomically
-from samestep.tools import (
-    OUTPUT,
-    add_script,
-    command_of,
-    damage_explained,
-    first_failure,
-    started,
-)
+from samestep.tools import OUTPUT, add_script, command_of, damage_explained, first_failure, started
 from samestep.tools.replay import RecordedRun, means_of
 
 EVENT: Final = "forked"  # in the record of a fork: where it left the trunk, and which run that is
