@@ -216,6 +216,7 @@ def test_a_limited_epoch_is_recorded_with_the_samples_of_its_steps(changed):
         (["--sample", "1.5"], "expected indices"),
         (["--sample", ""], "expected indices"),
         (["--sample", "³"], "expected indices"),
+        (["--sample", "9" * 5000], "expected indices"),
         (["--sample", "37"], "a sample must be from 0 to 36, as in the data, got 37"),
         (["--sample", "1,99999999999999999999"], "a sample must be from 0 to 36"),
         (["--sample", "code:3"], "the run has no source with a row 'code:3'"),

@@ -23,6 +23,7 @@ from samestep.masking import MASK
 from samestep.record import chain, read_events, read_history
 from samestep.record.events import FILE_NAME, to_json
 from samestep.record.files import FOLDER
+from samestep.record.orders import order_files
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position
 from samestep.storage import sync, write_atomically
 from samestep.tools import OUTPUT, add_script, command_of, damage_explained, first_failure, started
@@ -237,7 +238,7 @@ def branch(record: RecordedRun, folder: Path, **fields: Any) -> None:
         names |= {"chain": None if head is None else head.hex(), **fields}
         file.write(f"{to_json({'time': time.time(), 'event': EVENT, **names})}\n")
     sync(folder / FILE_NAME)
-    for order in (trunk / FOLDER).glob("order-*.bin"):
+    for order in order_files(trunk):
         shutil.copy(order, folder / FOLDER)
     if head is not None:
         with closing(chain.Chain.open(trunk)) as rows:

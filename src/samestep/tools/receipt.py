@@ -25,6 +25,7 @@ from samestep.host import GREEN, RED, colored, counted
 from samestep.record import read_history
 from samestep.record.chain import Chain, Row, snapshots_of
 from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
+from samestep.record.orders import order_files
 from samestep.record.source import STARTS, begins_anew
 from samestep.storage import open_regular, read_regular, write_atomically
 from samestep.tools import add_script, command_of, first_failure, started
@@ -120,7 +121,6 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
             loops.append({name: event.get(name) for name in OF_LOOP})
     if not starts:
         raise RecordError(f"{directory} has no record of a run")
-    orders = sorted((directory / "record").glob("order-*.bin"))
     return {
         "format": FORMAT,
         "samestep": samestep_version(),
@@ -128,7 +128,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
         "record": {"bytes": size, "sha256": digest},
         "starts": starts,
         "loops": loops,
-        "orders": {path.name: _sha256(path) for path in orders},
+        "orders": {path.name: _sha256(path) for path in order_files(directory)},
         "snapshots": _describe_snapshots(directory, steps),
     }
 

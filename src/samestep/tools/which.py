@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,9 +106,9 @@ def _index(word: str, stretches: Sequence[Stretch]) -> int:
     from samestep.tools.plans import first_rows, sizes_of
 
     source, _, row = word.strip().rpartition(":")
-    if not row.isascii() or not row.isdigit():
+    if not re.fullmatch(r"\d{1,99}", row, re.ASCII):
         expected = "indices such as 96 or 96,97, or rows of a mixture such as code:96"
-        raise ConfigError(f"--sample: expected {expected}, got {word!r}")
+        raise ConfigError(f"--sample: expected {expected}, got {word!r:.80}")
     if not source:
         return int(row)
     for stretch in stretches:
