@@ -175,10 +175,9 @@ class History:
                 yield Stretch(*place, recorded, plan)
                 first, epoch, epoch_step = stop, epoch + 1, 0
 
-    def _mixture_of(self, event: Mapping[str, Any]) -> MixturePlan:
+    def _mixture_of(self, event: Mapping[str, Any]) -> Plan:
         plan = _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
-        _leave_out(plan, event["plan"], self.directory)
-        return plan
+        return _without(plan, event["plan"], self.directory)
 
     def _plan_of(self, event: Mapping[str, Any], epoch: int) -> Plan:
         recorded, loop = event.get("plan"), str(event["name"])
@@ -242,15 +241,14 @@ def first_rows(recorded: Mapping[str, Any] | None) -> dict[str, int]:
 def _plan(text: str, directory: Path, digest: str) -> Plan:
     """Make the plan of a loop with one data set again, from JSON and an array of the record."""
     recorded = json.loads(text)
-    plan = _whole_plan(recorded, directory, digest)
-    _leave_out(plan, recorded, directory)
-    return plan
+    return _without(_whole_plan(recorded, directory, digest), recorded, directory)
 
 
-def _leave_out(plan: Plan, recorded: Mapping[str, Any], directory: Path) -> None:
-    """Leave out of a plan what it has left out."""
+def _without(plan: Plan, recorded: Mapping[str, Any], directory: Path) -> Plan:
+    """Return a plan without the samples that were left out."""
     if digest := recorded.get("exclude"):
         plan.exclude(read_order(directory, str(digest)))
+    return plan
 
 
 def _whole_plan(recorded: Mapping[str, Any], directory: Path, digest: str) -> Plan:

@@ -352,7 +352,7 @@ def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
 
 def segments_of(receipt: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the steps [first, stop) from each snapshot to the next, and from the run's start."""
-    ends = sorted(each["step"] for each in receipt["snapshots"].values())
+    ends = {each["step"] for each in receipt["snapshots"].values()}
     chain = receipt["chain"]
     begins = [0] if chain["first"] == 0 and receipt["starts"][0]["event"] == "started" else []
     places = sorted({*begins, *(end for end in ends if end <= chain["steps"])})
@@ -365,12 +365,11 @@ def _repeat(run: Path, first: int, stop: int, command: list[str], folder: Path) 
     record.choose_end(to_next_snapshot=False)
     with started(command, 1, folder, record.flags()) as process:
         status = process.wait()
+    ended = "the script ended with status {} before step {}:\n{}"
     try:
         repeated = Chain.open(folder)
     except RecordError:
-        return (
-            f"the script ended with status {status} before step {first}:\n{first_failure(folder)}"
-        )
+        return ended.format(status, first, first_failure(folder))
     with closing(repeated), closing(Chain.open(run)) as chain:
         steps = range(max(first, repeated.first), min(stop, repeated.first + len(repeated)))
         differing: dict[str, int] = {}  # the first step, by part
@@ -381,8 +380,7 @@ def _repeat(run: Path, first: int, stop: int, command: list[str], folder: Path) 
             of_parts = (f"{part} from step {step}" for part, step in differing.items())
             return ", ".join(of_parts)
         if repeated.first + len(repeated) < stop:
-            text = f"the script ended with status {status} before step {stop}"
-            return f"{text}:\n{first_failure(folder)}"
+            return ended.format(status, stop, first_failure(folder))
     from samestep.snapshot.digest import state_digest
 
     name, recorded = f"step-{stop:08d}", snapshots_of(run).get(stop, {}).get("digest")
