@@ -359,9 +359,11 @@ class ShardPlan(ShuffledPlan):
         full_steps, rows = self.samples // self.batch_size, [np.empty((0, 3), dtype=np.int64)]
         for lane, full in enumerate(self._full_counts):
             begin, end = self._lane_start[lane : lane + 2]
-            ends = [begin + n * full if n <= full_steps else end for n in (steps.start, steps.stop)]
-            for at in range(*ends, SEARCHED):
-                span = self._lane_span(epoch, lane, at, min(at + SEARCHED, ends[1]))
+            first, stop = (
+                begin + n * full if n <= full_steps else end for n in (steps.start, steps.stop)
+            )
+            for at in range(first, stop, SEARCHED):
+                span = self._lane_span(epoch, lane, at, min(at + SEARCHED, stop))
                 places = np.flatnonzero(np.isin(span, samples))
                 # a lane without samples in a full step may have one in the last, short step
                 step = (at - begin + places) // full if full else np.full_like(places, full_steps)
