@@ -149,7 +149,7 @@ def test_a_state_that_differs_after_equal_steps_is_named(base, tmp_path, compare
     status, printed = compare(base, tmp_path)
     assert status == 1
     assert f"DIFFERENT in the state after {STEPS} steps, which have the same rows" in printed
-    assert "state: model/bias\n" in printed
+    assert "state: 'model/bias'\n" in printed
     shutil.rmtree(tmp_path / f"step-{STEPS:08d}")
     assert compare(base, tmp_path)[0] == 1  # its digest is in the record
 

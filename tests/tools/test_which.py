@@ -18,7 +18,7 @@ from samestep.cli import main
 from samestep.data.plan import array_digest
 from samestep.errors import ConfigError, RecordError
 from samestep.record import FileRecord, orders, read_events
-from samestep.tools.plans import History, Use, first_use, uses
+from samestep.tools.plans import History, Use, uses
 from samestep.tools.which import _index
 from tests.workers import run_workers
 
@@ -151,7 +151,7 @@ def test_all_uses_of_all_samples_are_found(case, workers, tmp_path, capsys):
     assert sorted(map(tuple, found)) == expected
     assert [use.step for use in found] == sorted(use.step for use in found)
     last = expected[-1]
-    assert first_use(directory, [last[-1]]) == min(u for u in expected if u[-1] == last[-1])
+    assert next(uses(history, [last[-1]])) == min(u for u in expected if u[-1] == last[-1])
     capsys.readouterr()
     for step in (3, last[0]):
         assert main(["which", str(directory), "--step", str(step)]) == 0
@@ -216,6 +216,7 @@ def test_a_limited_epoch_is_recorded_with_the_samples_of_its_steps(changed):
         (["--sample", "1.5"], "expected indices"),
         (["--sample", ""], "expected indices"),
         (["--sample", "³"], "expected indices"),
+        (["--sample", "9" * 5000], "expected indices"),
         (["--sample", "37"], "a sample must be from 0 to 36, as in the data, got 37"),
         (["--sample", "1,99999999999999999999"], "a sample must be from 0 to 36"),
         (["--sample", "code:3"], "the run has no source with a row 'code:3'"),
@@ -242,7 +243,7 @@ def test_streams_and_earlier_records_are_refused(tmp_path, capsys):
     loop = {"name": "train", "step": 0, "epoch": 0, "steps_per_epoch": 4}
     write(tmp_path / "old", loop, done=2)
     with pytest.raises(RecordError, match="was recorded by an earlier version"):
-        first_use(tmp_path / "old", [1])
+        list(uses(History(tmp_path / "old"), [1]))
     with pytest.raises(RecordError, match="cannot read a record"):
         History(tmp_path / "nothing")
     write(tmp_path / "damaged", {**loop, "name": None, "epoch": "x"}, done=2)
@@ -297,7 +298,7 @@ def test_an_order_that_is_damaged_or_not_kept_is_named(tmp_path, monkeypatch):
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"\0")
     with pytest.raises(RecordError, match="is damaged: its content does not have the digest"):
-        first_use(tmp_path / "run", [5])
+        list(uses(History(tmp_path / "run"), [5]))
     for damaged in (
         content[:-3],
         content[:8],
@@ -307,14 +308,14 @@ def test_an_order_that_is_damaged_or_not_kept_is_named(tmp_path, monkeypatch):
     ):
         path.write_bytes(damaged)
         with pytest.raises(RecordError, match="is damaged: "):
-            first_use(tmp_path / "run", [5])
+            list(uses(History(tmp_path / "run"), [5]))
     path.unlink()
     with pytest.raises(RecordError, match="cannot read the order of samples in"):
-        first_use(tmp_path / "run", [5])
+        list(uses(History(tmp_path / "run"), [5]))
     monkeypatch.setattr(orders, "ORDER_BYTES", 10)
     train(tmp_path / "large", CASES["a list"], stop_after=2, system_every=None)
     with pytest.raises(RecordError, match="the order of epoch 0 of loop 'train' is not in the rec"):
-        first_use(tmp_path / "large", [5])
+        list(uses(History(tmp_path / "large"), [5]))
 
 
 def test_a_mixture_names_rows_by_source(tmp_path, capsys):

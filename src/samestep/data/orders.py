@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from samestep.data.plan import (
+    SEARCHED,
     ChunkedPlan,
     GroupBy,
     GroupedPlan,
@@ -322,17 +323,22 @@ class ShardPlan(ShuffledPlan):
         self._shards = lru_cache(CACHED_EPOCHS)(self._shuffled)
 
     def planned(self, epoch: int, step: int, lane: int) -> Indices:
+        at = self._lane_start[lane] + step * self._full_counts[lane]
+        return self._lane_span(epoch, lane, at, at + self.planned_counts(epoch, step)[lane])
+
+    def _lane_span(self, epoch: int, lane: int, at: int, stop: int) -> Indices:
+        """Return the samples with the numbers [at, stop), which are a lane's."""
         shards, starts = self._shards(epoch)
         begin, end = self._lane_start[lane : lane + 2]
-        at = begin + step * self._full_counts[lane]
-        stop = at + self.planned_counts(epoch, step)[lane]
         # lanes start within a window, so that they do not all begin new ones in the same step
         origin = int(np.searchsorted(starts, begin, side="right")) - 1 - lane % self._window
         spans = [np.empty(0, dtype=np.int64)]
         while at < stop:
             shard = int(np.searchsorted(starts, at, side="right")) - 1
             number = (shard - origin) // self._window
-            low, high = self._bounds(starts, lane, number, origin)
+            first = origin + number * self._window
+            low = max(begin, int(starts[max(0, first)]))
+            high = min(end, int(starts[min(first + self._window, len(shards))]))
             order = small_permutation(high - low, self.seed, "window", epoch, lane, number)
             until = min(stop, high)
             spans.append(low + order.span(at - low, until - low))
@@ -349,48 +355,21 @@ class ShardPlan(ShuffledPlan):
                 offsets[is_in_shard] = order[offsets[is_in_shard]]
         return self._first_sample[shards[places]] + offsets
 
-    def _bounds(self, starts: Indices, lane: int, number: int, origin: int) -> tuple[int, int]:
-        """Return where a window of a lane begins and ends; `origin` is the place of window 0."""
-        first = origin + number * self._window
-        low, high = starts[max(0, first)], starts[min(first + self._window, len(starts) - 1)]
-        begin, end = self._lane_start[lane : lane + 2]
-        return max(begin, int(low)), min(end, int(high))
-
     def uses(self, epoch: int, samples: Indices, steps: range) -> Indices:
-        shards, starts = self._shards(epoch)
-        own = np.searchsorted(self._first_sample, samples, side="right") - 1
-        places = np.argsort(shards)[own]
-        rows = [np.empty((0, 3), dtype=np.int64)]
-        for lane in range(self.lanes):
+        full_steps, rows = self.samples // self.batch_size, [np.empty((0, 3), dtype=np.int64)]
+        for lane, full in enumerate(self._full_counts):
             begin, end = self._lane_start[lane : lane + 2]
-            first, last = np.searchsorted(starts, [begin, end - 1], side="right") - 1
-            if begin == end:
-                continue
-            is_near = (places >= first) & (places <= last)
-            near, place = samples[is_near], places[is_near]
-            offsets = near - self._first_sample[own[is_near]]
-            for end_place in {int(first), int(last)}:
-                shard, is_in_shard = int(shards[end_place]), place == end_place
-                if is_in_shard.any():
-                    size = int(self._sizes[shard])
-                    order = small_permutation(size, self.seed, "shard", epoch, shard)
-                    offsets[is_in_shard] = order.inverse(offsets[is_in_shard])
-            numbers = starts[place] + offsets
-            is_of_lane = (numbers >= begin) & (numbers < end)
-            near, place, numbers = near[is_of_lane], place[is_of_lane], numbers[is_of_lane]
-            windows = (place - (int(first) - lane % self._window)) // self._window
-            for number in np.unique(windows).tolist():
-                low, high = self._bounds(starts, lane, number, int(first) - lane % self._window)
-                order = small_permutation(high - low, self.seed, "window", epoch, lane, number)
-                is_in_window = windows == number
-                numbers[is_in_window] = low + order.inverse(numbers[is_in_window] - low)
-            full = self._full_counts[lane]
-            step = np.minimum((numbers - begin) // max(full, 1), self.samples // self.batch_size)
-            step = step if full else np.full_like(step, self.samples // self.batch_size)
-            rows.append(in_order(step, np.full_like(step, lane), near))
-        found = np.concatenate(rows)
-        found = found[(found[:, 0] >= steps.start) & (found[:, 0] < steps.stop)]
-        return in_order(*found.T)
+            first, stop = (
+                begin + n * full if n <= full_steps else end for n in (steps.start, steps.stop)
+            )
+            for at in range(first, stop, SEARCHED):
+                span = self._lane_span(epoch, lane, at, min(at + SEARCHED, stop))
+                places = np.flatnonzero(np.isin(span, samples))
+                # a lane without samples in a full step may have one in the last, short step
+                step = (at - begin + places) // full if full else np.full_like(places, full_steps)
+                step = np.minimum(step, full_steps)
+                rows.append(in_order(step, np.full_like(step, lane), span[places]))
+        return in_order(*np.concatenate(rows).T)
 
     def to_record(self) -> dict[str, Any]:
         return {**super().to_record(), "window": self._window}

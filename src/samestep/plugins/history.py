@@ -29,14 +29,7 @@ import torch
 from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.plugin import EndedStep, RunPlugin
-from samestep.record.chain import (
-    HEAD_BYTES,
-    STATE,
-    ChainFile,
-    Parts,
-    origin,
-    short_digest,
-)
+from samestep.record.chain import HEAD_BYTES, STATE, ChainFile, Parts, origin, short_digest
 from samestep.step.lane_pass import StepPlugin, StepResult
 
 _LANE: Final = struct.Struct("<qdd")  # its number, items and loss

@@ -34,7 +34,7 @@ def write_order(directory: Path, array: NDArray[Any], digest: str) -> bool:
         return True
     if array.dtype.kind in "iu" and array.min() >= 0:
         array = array.astype(np.min_scalar_type(array.max()))  # the values take 1 to 8 bytes
-    others = sum(other.stat().st_size for other in path.parent.glob("order-*.bin"))
+    others = sum(other.stat().st_size for other in order_files(directory))
     if others + array.nbytes > ORDER_BYTES:
         return False
     array = array.astype(array.dtype.newbyteorder("<"))
@@ -67,6 +67,11 @@ def read_order(directory: Path, digest: str) -> NDArray[Any]:
     if hashlib.blake2b(array.data, digest_size=8).hexdigest() != digest:
         raise RecordError(f"{path} is damaged: its content does not have the digest of its name")
     return array
+
+
+def order_files(directory: Path) -> list[Path]:
+    """Return the files of all arrays of a record."""
+    return sorted((directory / FOLDER).glob("order-*.bin"))
 
 
 def _path(directory: Path, digest: str) -> Path:

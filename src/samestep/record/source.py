@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate, islice
@@ -275,9 +275,13 @@ def step_position(event: dict[str, Any]) -> StepPosition:
 
 def valid_until(start: dict[str, Any]) -> StepPosition:
     """Return the last position whose events stay valid after a start."""
+    return (-math.inf if begins_anew(start) else _step(start)), False
+
+
+def begins_anew(start: Mapping[str, Any]) -> bool:
+    """Return whether a start is that of another history than what the record has before it."""
     # a snapshot from elsewhere continues another record
-    goes_on = start["event"] == "resumed" and start.get("continues", True)
-    return (_step(start) if goes_on else -math.inf), False
+    return start["event"] == "started" or not start.get("continues", True)
 
 
 def _step(event: dict[str, Any]) -> float:

@@ -145,16 +145,13 @@ class Session:
         if is_main and not has_begun:
             self.start.set_others_aside(resumed, attempt)
         modules: list[torch.nn.Module] = []  # replicated
-        history = self._make_history(resumed)
-        self.lanes = self._make_lanes(modules, history)
+        self._history = self._make_history(resumed)
+        self.lanes = self._make_lanes(modules)
         workers = self._gather_workers()
         environment = workers[0]["environment"]
         if resumed is not None:
             self._compare_environment(environment, resumed)
-        plugins: list[RunPlugin] = [] if history is None else [history]
-        self.progress = self._make_progress(
-            attempt, environment, resumed, in_memory, modules, lock, plugins
-        )
+        self.progress = self._make_progress(attempt, environment, resumed, in_memory, modules, lock)
         # What the script draws before its first loop, such as parameters, is then the same on all
         # workers, and does not depend on what was drawn while the run started.
         set_generators(config.seed)
@@ -202,7 +199,6 @@ class Session:
         in_memory: InMemorySnapshots,
         modules: list[torch.nn.Module],
         lock: DirectoryLock | None,
-        plugins: list[RunPlugin],
     ) -> Progress:
         """Return what counts steps, with the snapshots, checks and signals that it acts on."""
         config, world = self.config, self.world
@@ -235,7 +231,8 @@ class Session:
         line = None
         if config.progress:
             line = open_line(self._process, config.stop_after, self._exits.callback)
-        plugins[:0] = [] if line is None else [line]
+        own = (line, self._history)
+        plugins: list[RunPlugin] = [plugin for plugin in own if plugin is not None]
         if world.size > 1:
             agreement = DataAgreement(self.data_check)
             plugins[:0] = [agreement, self.divergence, RandomPositions(self.devices)]
@@ -295,7 +292,7 @@ class Session:
         self._exits.callback(hook.remove)
         return history
 
-    def _make_lanes(self, modules: list[torch.nn.Module], history: History | None) -> LaneEngine:
+    def _make_lanes(self, modules: list[torch.nn.Module]) -> LaneEngine:
         """Return the engine, which checks every step of an optimizer until the run ends."""
         graphs = None
         if self.replay is None:  # which looks into each lane
@@ -308,7 +305,7 @@ class Session:
             plugins.insert(0, LaneObserver(self.world.rank, modules))
         elif self.replay is not None:
             plugins.insert(0, self.replay)
-        engine.use(plugins if history is None else [*plugins, history])
+        engine.use(plugins if self._history is None else [*plugins, self._history])
         self._exits.callback(engine.close)
         if graphs is not None:
             self._exits.callback(graphs.close)

@@ -148,7 +148,7 @@ class ShardedModel:
         """Free what is gathered, and each unit from now on after each forward pass."""
         for unit in self.units:
             unit.hold(in_lane=False, in_step=False)
-            unit.free()
+        self.free()
 
     def free(self) -> None:
         """Free what is gathered: before parameters change, and at the end of a step."""

@@ -13,12 +13,7 @@ from samestep.sharded.parts import Part
 from samestep.step.gradients import SlicedGradient, row_squares
 from samestep.step.guards import Contents, refuse_unless_zero
 from samestep.step.layout import ALIGNMENT
-from samestep.step.optimizer_state import (
-    copied,
-    is_elementwise,
-    load_optimizer,
-    numbers_of,
-)
+from samestep.step.optimizer_state import copied, is_elementwise, load_optimizer, numbers_of
 from samestep.step.shard import DividedOptimizer
 
 

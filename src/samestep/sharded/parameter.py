@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 from weakref import ref
 
@@ -124,7 +125,8 @@ def _computed(
                 written.own.publish()
         return args[0]
     if not is_each:
-        is_of_model = name in {"detach", "to"} and _is_of_model(owns[0], results)
+        is_alias = name in {"detach", "to"}
+        is_of_model = is_alias and results.data_ptr() == owns[0].part.segment.data_ptr()
         return _rows(owns[0], results, is_of_model=is_of_model)
     pairs = zip(owns, results, strict=True)
     return [value if own is None else _rows(own, value) for own, value in pairs]
@@ -146,27 +148,19 @@ def _own_of(name: str, values: Sequence[Any]) -> Any:
     return owns[0] if owns else None
 
 
-def _is_of_model(own: Own, values: Tensor) -> bool:
-    return values.data_ptr() == own.part.segment.data_ptr()
-
-
 def _plain(value: Any) -> Any:
     """Return the segment of a sharded parameter; other values as they are."""
     is_parameter = isinstance(value, Guarded) and not isinstance(value, Rows)
     return value.own.part.segment.detach() if is_parameter else value
 
 
+@cache
 def _guarded(kind: type[Any]) -> Any:
-    if kind not in _KINDS:
-        slots = {"__slots__": (), "own_rows": _own_rows}
-        _KINDS[kind] = type("ShardedParameter", (Guarded, kind), slots)
-    return _KINDS[kind]
+    slots = {"__slots__": (), "own_rows": _own_rows}
+    return type("ShardedParameter", (Guarded, kind), slots)
 
 
 def _own_rows(parameter: Any) -> Tensor:
     """Return the elements of a sharded parameter that this worker alone owns, 1-D."""
     part: Part = parameter.own.part
     return part.segment.detach()[part.inner]
-
-
-_KINDS: dict[type, type] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, Final
 
-from samestep.errors import RecordError
-from samestep.host import SIGNALED
+from samestep.errors import RecordError, SamestepError
+from samestep.host import SIGNALED, printable
+from samestep.launch.local import check_script
 from samestep.record import read_events
 
 OUTPUT: Final = "output.txt"
@@ -25,6 +27,20 @@ ISOLATED: Final = (
     *(f"--{name}=none" for name in ("remote", "transfer", "sinks", "on-event")),
     "--max-restarts=0",
 )
+
+
+def add_script(parser: argparse.ArgumentParser, script: str) -> None:
+    """Add the arguments that say what to run, the last ones of a parser."""
+    add = parser.add_argument
+    add("-m", "--module", action="store_true", help="the script is a module, like python -m")
+    add("script", help=script)
+    add("arguments", nargs="...", help="arguments of the script")
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """Return the command of these arguments. Raises `ConfigError` if there is no such script."""
+    check_script(options.script, as_module=options.module)
+    return ["-m"] * options.module + [options.script, *options.arguments]
 
 
 @contextmanager
@@ -78,6 +94,18 @@ def _sigterm_as_exit() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+@contextmanager
+def damage_explained(directory: Path) -> Iterator[None]:
+    """Raise `RecordError` for what is wrong in the record of a run that the block reads."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, SamestepError):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise RecordError(f"the record in {directory} is damaged ({reason})") from error
+
+
 def first_failure(directory: Path) -> str:
     """Return the launcher's last report of the worker that failed first, or else the last lines."""
     output = (directory / OUTPUT).read_text(errors="replace")
@@ -93,6 +121,17 @@ def read_run(directory: Path) -> list[dict[str, Any]]:
     if not any(event["event"] in {"started", "resumed"} for event in events):
         raise RecordError("the script did not start a run; it must call samestep.init")
     return events
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return the names whose values differ, or that only one has, in order."""
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names as text, and how many more there are."""
+    more = f" and {len(names) - 1} more" * (len(names) > 1)
+    return f"{printable(names[0])!r}{more}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

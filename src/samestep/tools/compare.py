@@ -15,10 +15,12 @@ from samestep.host import GREEN, RED, colored, counted, printable
 from samestep.record import read_history
 from samestep.record.chain import Chain, snapshots_of
 from samestep.record.source import STARTS
+from samestep.tools import first_of
 from samestep.tools.replay import OPTIONS
 
 PARTS: Final = ("program", "samples", "rates", "losses")  # each may cause those after it
 OF_PROGRAM: Final = ("file ", "option lanes", "option precision", "option exchange_dtype")
+OF_LOOP: Final = ("name", "samples", "batch_size", "steps_per_epoch")
 LONGEST: Final = 100  # characters of a value
 SHOWN: Final = 12  # lines about one part
 UNNAMED: Final = {
@@ -117,21 +119,14 @@ def parting_step(chains: Sequence[Chain], first: int, end: int) -> int | None:
 
 
 def _differing_state(directories: Sequence[Path], steps: int) -> list[str]:
-    """Return the first name in two snapshots with other bits, nothing if one is gone."""
-    from samestep.snapshot.manager import RESERVED
-    from samestep.snapshot.read import directory_name, load
-    from samestep.tools.trace import hashes_of
+    """Return a line with the first name in two snapshots with other bits, none if one is gone."""
+    from samestep.snapshot.read import directory_name
+    from samestep.tools.trace import differing_state
 
+    names: list[str] = []
     with suppress(SnapshotError):
-        states = [load(path / directory_name(steps)).state for path in directories]
-        first, second = (
-            hashes_of({name: state[name] for name in state if name not in RESERVED})
-            for state in states
-        )
-        names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        return [f"state: {printable(names[0])}{more}"] if names else []
-    return []
+        names = differing_state([path / directory_name(steps) for path in directories])
+    return [f"state: {first_of(names)}"] if names else []
 
 
 @dataclass
@@ -176,7 +171,7 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     programs = [context.program for context in contexts]
     found = {
         "program": _pairs(*({n: p[n] for n in p if n.startswith(OF_PROGRAM)} for p in programs)),
-        "samples": _pairs(*({n: c.loop[n] for n in _fields(c.loop)} for c in contexts)),
+        "samples": _pairs(*({n: c.loop[n] for n in OF_LOOP if n in c.loop} for c in contexts)),
         "rates": _pairs(*(context.rates for context in contexts)),
         "losses": _pairs(*(context.means for context in contexts)),
     }
@@ -187,10 +182,6 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     if others := [line for line in _pairs(*programs) if line not in shown]:
         yield "other differences of their starts:"
         yield from [f"  {line}" for line in others[:SHOWN]]
-
-
-def _fields(loop: Mapping[str, Any]) -> list[str]:
-    return [name for name in loop if name in {"name", "samples", "batch_size", "steps_per_epoch"}]
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

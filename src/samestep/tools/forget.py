@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.errors import ConfigError
 from samestep.host import counted, interrupts_deferred
 from samestep.terminal import starting
+from samestep.tools import damage_explained
 from samestep.tools.fork import Target, add_start, branch, take
-from samestep.tools.replay import RecordedRun, damage_explained
+from samestep.tools.replay import RecordedRun
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.plans import History
@@ -94,7 +95,7 @@ def first_use(history: History, samples: Mapping[str, Any]) -> int | None:
 
 def snapshot_before(directory: Path, steps: int) -> RecordedRun:
     """Return a run with its newest snapshot of at most so many steps, None if it has none."""
-    record = RecordedRun.read_to(directory, max(steps, 1), "--at")
+    record = RecordedRun.read(directory, max(steps, 1), is_end=True)
     if record.first_step > steps:  # after the first step, whose samples are to be forgotten
         return replace(record, snapshot=None, first_step=0)
     return record

@@ -13,20 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from samestep.config import flag_name
 from samestep.errors import ConfigError, RecordError, VerifyError
 from samestep.host import counted
-from samestep.launch.local import add_options, as_text, check_script, given_options
+from samestep.launch.local import add_options, as_text, given_options
 from samestep.masking import MASK
 from samestep.record import chain, read_events, read_history
 from samestep.record.events import FILE_NAME, to_json
 from samestep.record.files import FOLDER
+from samestep.record.orders import order_files
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position
 from samestep.storage import sync, write_atomically
-from samestep.tools import OUTPUT, first_failure, started
-from samestep.tools.replay import RecordedRun, damage_explained, means_of
+from samestep.tools import OUTPUT, add_script, command_of, damage_explained, first_failure, started
+from samestep.tools.replay import RecordedRun, means_of
 
 EVENT: Final = "forked"  # in the record of a fork: where it left the trunk, and which run that is
 OF_TRUNK: Final = ("lanes", "seed")  # options that no fork can change
@@ -48,19 +49,17 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that start a new run in `--dir` from another one."""
     add = parser.add_argument
     add("-n", "--workers", type=int, default=1, metavar="N", help="workers (default: 1)")
-    add("-m", "--module", action="store_true", help="the script is a module, like python -m")
     later = "only prepare --dir, and print the command that starts the run there"
     add("--no-start", action="store_true", help=later)
     add_options(parser)
-    add("script", help="training script of the new run")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add_script(parser, "training script of the new run")
 
 
 def main(options: argparse.Namespace) -> int:
     """Prepare the fork and start it; return its exit status."""
     target = Target.of(options)
     with damage_explained(options.run):
-        record = RecordedRun.read_to(options.run, options.at, "--at")
+        record = RecordedRun.read(options.run, options.at, is_end=True)
         target.check(record)
     with target.prepared() as folder:
         if record.first_step == options.at and record.snapshot is not None:
@@ -85,7 +84,7 @@ class Target:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Target:
         """Read the arguments of `add_start`. Raises `ConfigError`."""
-        check_script(options.script, as_module=options.module)
+        command = command_of(options)
         flags = given_options(options)
         directory = flags.pop("dir", None)
         if directory is None:
@@ -99,7 +98,6 @@ class Target:
             raise ConfigError(
                 f"--dir must be outside of {options.run}, where nothing is written, got {directory}"
             )
-        command = ["-m"] * options.module + [options.script, *options.arguments]
         return cls(
             options.run, directory, flags, options.workers, command, starts=not options.no_start
         )
@@ -135,12 +133,9 @@ class Target:
         words = ["run", "-n", str(self.workers), "--dir", str(self.directory), *flags]
         words += self.command
         print(f"to go on: samestep {shlex.join(words)}", flush=True)
-        return replace_process(words) if self.starts else 0
-
-
-def replace_process(words: Sequence[str]) -> NoReturn:
-    """Go on as a command of samestep."""
-    os.execv(sys.executable, [sys.executable, "-m", "samestep", *words])  # noqa: S606  no shell
+        if self.starts:
+            os.execv(sys.executable, [sys.executable, "-m", "samestep", *words])  # noqa: S606
+        return 0
 
 
 def trunk_command(record: RecordedRun, options: argparse.Namespace) -> list[str]:
@@ -243,7 +238,7 @@ def branch(record: RecordedRun, folder: Path, **fields: Any) -> None:
         names |= {"chain": None if head is None else head.hex(), **fields}
         file.write(f"{to_json({'time': time.time(), 'event': EVENT, **names})}\n")
     sync(folder / FILE_NAME)
-    for order in (trunk / FOLDER).glob("order-*"):
+    for order in order_files(trunk):
         shutil.copy(order, folder / FOLDER)
     if head is not None:
         with closing(chain.Chain.open(trunk)) as rows:

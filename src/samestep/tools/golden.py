@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from samestep.errors import ConfigError, VerifyError
 from samestep.host import printable
 from samestep.storage import read_regular, write_atomically
+from samestep.tools import differing, first_of
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.trace import RunTrace
@@ -102,10 +103,8 @@ class Golden:
             old, new = self.steps.get(step), now.steps.get(step)
             if old is None or new is None:
                 return f"step {step}: only {'the run' if old is None else 'the file'} has it"
-            names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-            if names:
-                more = f" and {len(names) - 1} more" * (len(names) > 1)
-                return f"step {step}: {printable(names[0])!r}{more}"
+            if names := differing(old, new):
+                return f"step {step}: {first_of(names)}"
         return ""
 
 

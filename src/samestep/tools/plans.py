@@ -22,7 +22,8 @@ from samestep.data.plan import Indices, Plan
 from samestep.errors import ConfigError, RecordError
 from samestep.record import read_events
 from samestep.record.orders import read_order
-from samestep.record.source import STARTS
+from samestep.record.source import STARTS, begins_anew
+from samestep.tools import damage_explained
 
 COMPLETE: Final = {"timing": 1, "snapshot": 0, "stopped": 0, "finished": 0}  # steps after `step`
 WITHIN: Final = {"scalars", "loop", "order", "shares", "batch_skipped", "loss_alert", "failed"}
@@ -54,7 +55,7 @@ class Stretch:
     """Consecutive steps [first, stop) of a run that one start made of one epoch of a loop.
 
     The first one is step `epoch_step` of the epoch. `start` counts the starts in the record from 0.
-    `recorded` is what the record of `directory` has of the plan, None for streams; `plan` makes it.
+    `recorded` is what the record has of the plan, None for streams; `plan` makes it.
     """
 
     loop: str
@@ -64,7 +65,6 @@ class Stretch:
     epoch_step: int
     start: int
     recorded: Mapping[str, Any] | None
-    directory: Path
     plan: Callable[[], Plan] = field(repr=False, compare=False)
 
     @property
@@ -72,17 +72,11 @@ class Stretch:
         """The steps within the epoch."""
         return range(self.epoch_step, self.epoch_step + self.stop - self.first)
 
-    @property
-    def excluded(self) -> Indices:
-        """The samples that the loop leaves out, although its plan has them."""
-        digest = "" if self.recorded is None else self.recorded.get("exclude", "")
-        return read_order(self.directory, digest) if digest else np.empty(0, dtype=np.int64)
-
     def uses(self, samples: Indices) -> list[Use]:
         """Return where the steps use some different samples, in order."""
         plan, size = self.plan(), sum(sizes_of(self.recorded).values())
-        used = samples[(samples < size) & ~np.isin(samples, self.excluded)]
-        rows = plan.uses(self.epoch, used, self.steps).tolist()
+        kept = np.setdiff1d(samples[samples < size], plan.excluded)
+        rows = plan.uses(self.epoch, kept, self.steps).tolist()
         shift = self.first - self.epoch_step
         return [Use(shift + step, self.loop, self.epoch, lane, row) for step, lane, row in rows]
 
@@ -114,14 +108,11 @@ class History:
         self._orders: dict[tuple[str, int], Mapping[str, Any]] = {}
         self._shares: list[Mapping[str, Any]] = []
         self._end = 0
-        try:
+        with damage_explained(directory):
             for event in read_events(directory):
                 self._add(event)
             self._end_pass(self._end)
             self.stretches = [*self._cut()]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise RecordError(f"the record in {directory} is damaged ({reason})") from error
         if not self.starts:
             raise RecordError(f"{directory} has no record of a run")
 
@@ -136,8 +127,7 @@ class History:
             return
         if kind in STARTS:
             self._end_pass(min(self._end, step))
-            is_other = kind == "started" or not event.get("continues", True)
-            self._forget(step, event.get("snapshot"), is_other=is_other)
+            self._forget(step, event)
             self.starts.append(event)
             self._end = step
         elif kind in COMPLETE or kind in WITHIN:
@@ -152,13 +142,13 @@ class History:
         elif kind == "batch_skipped":
             self.skipped.add(step)
 
-    def _forget(self, step: int, origin: str | None, *, is_other: bool) -> None:
+    def _forget(self, step: int, start: Mapping[str, Any]) -> None:
         """Forget what steps from `step` on have recorded, or all if another history begins."""
-        kept = -1 if is_other else step
-        if is_other:
-            self.first, self.origin = step, str(origin or "")
+        kept = step
+        if begins_anew(start):
+            kept, self._orders = -1, {}
+            self.first, self.origin = step, str(start.get("snapshot") or "")
         self._passes = [each for each in self._passes if each.first < kept]
-        self._orders = {} if is_other else self._orders
         self._shares = [each for each in self._shares if each["step"] < kept]
         self.skipped = {each for each in self.skipped if each < kept}
         for each in self._passes:
@@ -182,11 +172,12 @@ class History:
                 is_mixture = recorded is not None and recorded["kind"] == "mixture"
                 plan = mixture if is_mixture else partial(self._plan_of, event, epoch)
                 place = (loop, epoch, first, stop, epoch_step, each.start)
-                yield Stretch(*place, recorded, self.directory, plan)
+                yield Stretch(*place, recorded, plan)
                 first, epoch, epoch_step = stop, epoch + 1, 0
 
-    def _mixture_of(self, event: Mapping[str, Any]) -> MixturePlan:
-        return _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
+    def _mixture_of(self, event: Mapping[str, Any]) -> Plan:
+        plan = _mixture(event, [of for of in self._shares if of["loop"] == event["name"]])
+        return _without(plan, event["plan"], self.directory)
 
     def _plan_of(self, event: Mapping[str, Any], epoch: int) -> Plan:
         recorded, loop = event.get("plan"), str(event["name"])
@@ -233,11 +224,6 @@ def uses(history: History, samples: Sequence[int], loop: str | None = None) -> I
         yield from stretch.uses(indices)
 
 
-def first_use(directory: Path, samples: Sequence[int], loop: str | None = None) -> Use | None:
-    """Return the first use of any of some samples, None if the run has used none; see `uses`."""
-    return next(uses(History(directory), samples, loop), None)
-
-
 def sizes_of(recorded: Mapping[str, Any] | None) -> dict[str, int]:
     """Return the samples of each source of a plan; a single one has no name."""
     if recorded is None:
@@ -255,6 +241,17 @@ def first_rows(recorded: Mapping[str, Any] | None) -> dict[str, int]:
 def _plan(text: str, directory: Path, digest: str) -> Plan:
     """Make the plan of a loop with one data set again, from JSON and an array of the record."""
     recorded = json.loads(text)
+    return _without(_whole_plan(recorded, directory, digest), recorded, directory)
+
+
+def _without(plan: Plan, recorded: Mapping[str, Any], directory: Path) -> Plan:
+    """Return a plan without the samples that were left out."""
+    if digest := recorded.get("exclude"):
+        plan.exclude(read_order(directory, str(digest)))
+    return plan
+
+
+def _whole_plan(recorded: Mapping[str, Any], directory: Path, digest: str) -> Plan:
     kind, size = recorded["kind"], int(recorded["size"])
     sizes = size, recorded["batch_size"], recorded["lanes"], recorded["seed"]
     options = {"shuffle": recorded["shuffle"], "drop_last": recorded.get("drop_last", False)}

@@ -13,7 +13,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -22,12 +22,13 @@ from typing import Any, Final
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted
-from samestep.launch.local import check_script
+from samestep.record import read_history
 from samestep.record.chain import Chain, Row, snapshots_of
 from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
-from samestep.record.source import STARTS
+from samestep.record.orders import order_files
+from samestep.record.source import STARTS, begins_anew
 from samestep.storage import open_regular, read_regular, write_atomically
-from samestep.tools import first_failure, started
+from samestep.tools import add_script, command_of, first_failure, started
 from samestep.tools.replay import OPTIONS, RecordedRun
 
 FORMAT: Final = 1
@@ -79,10 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--segments", type=int, default=5, metavar="N", help=segments)
     seed = "seed that chooses the segments (default: a random one, which is printed)"
     replay.add_argument("--seed", type=int, metavar="N", help=seed)
-    module = "the script is a module, like python -m"
-    replay.add_argument("-m", "--module", action="store_true", help=module)
-    replay.add_argument("script", help="training script of the run")
-    replay.add_argument("arguments", nargs="...", help="arguments of the script")
+    add_script(replay, "training script of the run")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -113,8 +111,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
     starts, loops = list[dict[str, Any]](), list[dict[str, Any]]()
     for event in events:
         if event.get("event") in STARTS:
-            is_other = event["event"] == "started" or not event.get("continues", True)
-            starts, loops = ([], []) if is_other else (starts, loops)
+            starts, loops = ([], []) if begins_anew(event) else (starts, loops)
             config = event.get("config", {})
             starts.append(
                 {name: event.get(name) for name in OF_START}
@@ -124,7 +121,6 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
             loops.append({name: event.get(name) for name in OF_LOOP})
     if not starts:
         raise RecordError(f"{directory} has no record of a run")
-    orders = sorted((directory / "record").glob("order-*.bin"))
     return {
         "format": FORMAT,
         "samestep": samestep_version(),
@@ -132,7 +128,7 @@ def make(directory: Path, size: int | None = None, steps: int | None = None) -> 
         "record": {"bytes": size, "sha256": digest},
         "starts": starts,
         "loops": loops,
-        "orders": {path.name: _sha256(path) for path in orders},
+        "orders": {path.name: _sha256(path) for path in order_files(directory)},
         "snapshots": _describe_snapshots(directory, steps),
     }
 
@@ -286,7 +282,7 @@ def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> Non
     for part, title in PARTS.items():
         names = _differing(receipt[part], found[part])
         verdicts.add(title, f"first in {names[0]}" if names else "")
-    verdicts.add("rates of the record and of the chain", _rates_differ(run, size, steps))
+    verdicts.add("rates of the record and of the chain", _rates_differ(run, steps))
 
 
 def _differing(expected: Any, found: Any, place: str = "") -> list[str]:
@@ -309,12 +305,14 @@ def _short(value: Any) -> str:
     return "missing" if value is None else f"{json.dumps(value):.80}"
 
 
-def _rates_differ(run: Path, size: int, steps: int) -> str:
+def _rates_differ(run: Path, steps: int) -> str:
     """Return at which step the record has a new learning rate and the chain has not, "" if none."""
     before: dict[str, float] = {}
     with closing(Chain.open(run)) as chain:
-        for event in _timings(run, size):
-            step, rates = event["step"], event["rates"]
+        for event in read_history(run):
+            step, rates = event.get("step", steps), event.get("rates")
+            if event.get("event") != "timing" or not isinstance(rates, dict):
+                continue
             changed = [name for name in rates if before.get(name, rates[name]) != rates[name]]
             before |= rates
             is_covered = chain.first < step < steps
@@ -323,26 +321,9 @@ def _rates_differ(run: Path, size: int, steps: int) -> str:
     return ""
 
 
-def _timings(run: Path, size: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of steps that changed a learning rate, in the order of steps."""
-    found: dict[int, dict[str, Any]] = {}
-    with os.fdopen(open_regular(run / FILE_NAME), "rb") as file:
-        done, lines = 0, list[bytes]()
-        for line in read_lines(file):
-            done += len(line)
-            if done <= size and (b'"rates":' in line or b'"continues":' in line):
-                lines.append(line)
-    for event in parse_events(lines):
-        if event.get("event") in STARTS:  # which repeats what follows
-            found = {step: each for step, each in found.items() if step < event["step"]}
-        elif event.get("event") == "timing" and isinstance(event.get("rates"), dict):
-            found[int(event["step"])] = event
-    yield from (found[step] for step in sorted(found))
-
-
 def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Repeat random segments of a run, and compare their rows and the states at their ends."""
-    check_script(options.script, as_module=options.module)
+    command = command_of(options)
     if options.segments < 1:
         raise ConfigError(f"--segments must be at least 1, got {options.segments}")
     run, verdicts = options.run, Verdicts()
@@ -355,7 +336,6 @@ def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
         raise VerifyError("the receipt has no snapshot after its first step, so nothing to repeat")
     seed = random.randrange(2**32) if options.seed is None else options.seed
     chosen = random.Random(seed).sample(segments, min(options.segments, len(segments)))
-    command = ["-m"] * options.module + [options.script, *options.arguments]
     for first, stop in sorted(chosen):
         print(f"repeating steps {first} to {stop - 1} on 1 worker …", file=sys.stderr, flush=True)
         with TemporaryDirectory(prefix="samestep-receipt-") as name:
@@ -372,7 +352,7 @@ def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
 
 def segments_of(receipt: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the steps [first, stop) from each snapshot to the next, and from the run's start."""
-    ends = sorted(each["step"] for each in receipt["snapshots"].values())
+    ends = {each["step"] for each in receipt["snapshots"].values()}
     chain = receipt["chain"]
     begins = [0] if chain["first"] == 0 and receipt["starts"][0]["event"] == "started" else []
     places = sorted({*begins, *(end for end in ends if end <= chain["steps"])})
@@ -385,12 +365,11 @@ def _repeat(run: Path, first: int, stop: int, command: list[str], folder: Path) 
     record.choose_end(to_next_snapshot=False)
     with started(command, 1, folder, record.flags()) as process:
         status = process.wait()
+    ended = "the script ended with status {} before step {}:\n{}"
     try:
         repeated = Chain.open(folder)
     except RecordError:
-        return (
-            f"the script ended with status {status} before step {first}:\n{first_failure(folder)}"
-        )
+        return ended.format(status, first, first_failure(folder))
     with closing(repeated), closing(Chain.open(run)) as chain:
         steps = range(max(first, repeated.first), min(stop, repeated.first + len(repeated)))
         differing: dict[str, int] = {}  # the first step, by part
@@ -401,8 +380,7 @@ def _repeat(run: Path, first: int, stop: int, command: list[str], folder: Path) 
             of_parts = (f"{part} from step {step}" for part, step in differing.items())
             return ", ".join(of_parts)
         if repeated.first + len(repeated) < stop:
-            text = f"the script ended with status {status} before step {stop}"
-            return f"{text}:\n{first_failure(folder)}"
+            return ended.format(status, stop, first_failure(folder))
     from samestep.snapshot.digest import state_digest
 
     name, recorded = f"step-{stop:08d}", snapshots_of(run).get(stop, {}).get("digest")

@@ -6,21 +6,29 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from samestep.config import flag_name
-from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
+from samestep.errors import ConfigError, RecordError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted, interrupts_deferred, printable
-from samestep.launch.local import as_text, check_script
+from samestep.launch.local import as_text
 from samestep.record import read_events, read_history
 from samestep.record.events import parse_events
-from samestep.record.source import STARTS
+from samestep.record.source import STARTS, begins_anew
 from samestep.terminal import starting
-from samestep.tools import first_failure, started, table
+from samestep.tools import (
+    add_script,
+    command_of,
+    damage_explained,
+    first_failure,
+    first_of,
+    started,
+    table,
+)
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.plugins.replay import Request
@@ -52,14 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--debug", action="store_true", help=debug)
     state = "train on to the next snapshot, and compare its state"
     add("--compare-state", action="store_true", help=state)
-    add("-m", "--module", action="store_true", help="the script is a module, like python -m")
-    add("script", help="training script of the run")
-    add("arguments", nargs="...", help="arguments of the script")
+    add_script(parser, "training script of the run")
 
 
 def main(options: argparse.Namespace) -> int:
     """Repeat the step; return 0 if all steps are those of the record, and 1 if any differs."""
-    check_script(options.script, as_module=options.module)
+    command = command_of(options)
     with damage_explained(options.run):
         record = RecordedRun.read(options.run, options.step)
         record.choose_end(to_next_snapshot=options.compare_state)
@@ -82,7 +88,6 @@ def main(options: argparse.Namespace) -> int:
             debug=options.debug,
             saves_state=record.next_snapshot is not None,
         )
-        command = ["-m"] * options.module + [options.script, *options.arguments]
         status = run_again(record, command, options.worker_count, flags, request)
         report = Report(record, folder, request)
         if not report.reports:
@@ -94,18 +99,6 @@ def main(options: argparse.Namespace) -> int:
             failure = "" if options.debug else f":\n{first_failure(folder)}"
             print(f"the script ended with status {status} after that{failure}")
         return int(report.differs)
-
-
-@contextmanager
-def damage_explained(directory: Path) -> Iterator[None]:
-    """Raise `RecordError` for what is wrong in the record of a run that the block reads."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, SamestepError):
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise RecordError(f"the record in {directory} is damaged ({reason})") from error
 
 
 @dataclass
@@ -130,21 +123,14 @@ class RecordedRun:
     next_snapshot: Path | None = None
 
     @classmethod
-    def read(cls, directory: Path, step: int) -> RecordedRun:
-        """Read the record of a run. Raises `SamestepError` if it cannot be repeated to the step."""
-        return cls._read(directory, step, "--step", 0)
+    def read(cls, directory: Path, step: int, *, is_end: bool = False) -> RecordedRun:
+        """Read the record of a run. Raises `SamestepError` if it cannot be repeated to the step.
 
-    @classmethod
-    def read_to(cls, directory: Path, steps: int, option: str) -> RecordedRun:
-        """Do the same for the first `steps` steps, at the end of which the snapshot may be.
-
-        Every byte of the snapshot is read. `option` is the name of the number of steps in errors.
+        `--at` of `samestep fork` `is_end`: the number of complete steps, of which the snapshot may
+        be. All of its bytes are read then.
         """
-        return cls._read(directory, steps - 1, option, 1)
-
-    @classmethod
-    def _read(cls, directory: Path, step: int, option: str, more: int) -> RecordedRun:
-        """Read what repeats a step, for an `option` that is `more` than the step."""
+        option, more = ("--at", 1) if is_end else ("--step", 0)
+        step -= more
         starts: list[Mapping[str, Any]] = []
         alert: Mapping[str, Any] = {}
         reached = -1
@@ -153,7 +139,7 @@ class RecordedRun:
             if event.get("event") == "loss_alert" and at == step:
                 alert = event
             if event.get("event") in STARTS:
-                if not event.get("continues", True) or event["event"] == "started":
+                if begins_anew(event):
                     starts, reached, alert = [], -1, {}  # another history
                 starts.append(event)
             elif isinstance(at, int) and event.get("event") in {"timing", "failed", "loss_alert"}:
@@ -167,7 +153,7 @@ class RecordedRun:
                 f"{option} must be a step from {first} to {last}, as in the record, got"
                 f" {step + more}"
             )
-        snapshot, first, workers = cls._find_start(directory, step + more, starts, is_read=more > 0)
+        snapshot, first, workers = cls._find_start(directory, step + more, starts, is_read=is_end)
         means = {at: values for at, values in means_of(directory).items() if at >= first}
         start, end = covering[-1], step + 1
         return cls(directory, step, start, snapshot, first, workers, means, alert, end)
@@ -333,9 +319,8 @@ class Report:
         yield f"losses of the alert: {self._verdict(differs=bool(differing))}{where}"
 
     def _compare_state(self) -> Iterator[str]:
-        from samestep.snapshot.manager import RESERVED
-        from samestep.snapshot.read import directory_name, load
-        from samestep.tools.trace import hashes_of
+        from samestep.snapshot.read import directory_name
+        from samestep.tools.trace import differing_state
 
         record = self._record
         path = record.next_snapshot
@@ -344,18 +329,11 @@ class Report:
             yield f"state: no snapshot of step {end} to compare it with (see --compare-state)"
             return
         try:
-            was, now = load(path), load(self._folder / directory_name(record.end))
+            names = differing_state([path, self._folder / directory_name(record.end)])
         except SnapshotError as error:
             yield f"state: not compared: {error}"
             return
-        # not of the run itself, whose options differ
-        expected, repeated = (
-            hashes_of({name: state for name, state in saved.state.items() if name not in RESERVED})
-            for saved in (was, now)
-        )
-        names = [name for name in expected if expected[name] != repeated.get(name)]
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        where = f"from {path.name} in {names[0]!r}{more}" if names else f"as {path.name}"
+        where = f"from {path.name} in {first_of(names)}" if names else f"as {path.name}"
         yield f"state: {self._verdict(differs=bool(names))} {where}"
 
     def _print_lane(self, report: Mapping[str, Any]) -> None:

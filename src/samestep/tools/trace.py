@@ -23,9 +23,10 @@ from samestep.errors import RecordError, VerifyError
 from samestep.plugins.observer import END, KILL
 from samestep.record.source import STARTS
 from samestep.snapshot.digest import sorted_plain
+from samestep.snapshot.manager import RESERVED
 from samestep.snapshot.read import list_snapshots, load
 from samestep.snapshot.state import flatten
-from samestep.tools import first_failure, read_run, started
+from samestep.tools import differing, first_failure, read_run, started
 from samestep.tools.causes import (
     LOGGED,
     METRIC,
@@ -66,9 +67,7 @@ class StepTrace:
 
     def differing(self, other: StepTrace) -> list[str]:
         """Return the names with different hashes, in order."""
-        ours, theirs = self.hashes, other.hashes
-        names = dict.fromkeys([*ours, *theirs])
-        return [name for name in names if ours.get(name) != theirs.get(name)]
+        return differing(self.hashes, other.hashes)
 
 
 @dataclass(frozen=True)
@@ -271,6 +270,15 @@ def hashes_of(states: Mapping[str, Any]) -> dict[str, str]:
         hashes.update((path, _hash_tensor(tensor)) for path, tensor in tensors.items())
         hashes[f"plain state of {name}"] = _hash(json.dumps(sorted_plain(plain)).encode())
     return hashes
+
+
+def differing_state(paths: Sequence[Path]) -> list[str]:
+    """Return the names in two snapshots with other bits. Raises `SnapshotError`."""
+    states = [load(path).state for path in paths]
+    first, second = (  # not of the run itself, whose options differ
+        hashes_of({name: state[name] for name in state if name not in RESERVED}) for state in states
+    )
+    return differing(first, second)
 
 
 def read_entries(directory: Path) -> list[dict[str, Any]]:

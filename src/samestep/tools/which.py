@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from bisect import bisect_right
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,12 +51,11 @@ def _of_step(history: History, step: int, loop: str | None) -> Iterator[str]:
     if loop not in {None, stretch.loop}:
         raise ConfigError(f"step {step} is one of loop {stretch.loop!r}, not of {loop!r}")
     plan, at = stretch.plan(), step - stretch.first + stretch.epoch_step
-    name, excluded = _names(stretch), set(stretch.excluded.tolist())
     skipped = ", skipped: no gradient was used" * (step in history.skipped)
     yield f"step {step}: step {at} of epoch {stretch.epoch} of loop {stretch.loop!r}{skipped}"
     for lane in range(plan.lanes):
         indices = plan.indices(stretch.epoch, at, lane).tolist()
-        names = [name(index) for index in indices if index not in excluded]
+        names = [_name(index, stretch) for index in indices]
         yield f"lane {lane}: {' '.join(names) or 'no samples'}"
 
 
@@ -76,7 +75,7 @@ def _of_samples(history: History, text: str, loop: str | None) -> Iterator[str]:
         marks = ["made by"]
         for use in found:
             stretch = history.at(use.step)
-            cells = [str(use.step), str(use.epoch), str(use.lane), _names(stretch)(use.sample)]
+            cells = [str(use.step), str(use.epoch), str(use.lane), _name(use.sample, stretch)]
             rows.append([*cells, use.loop])
             skipped = ", skipped: no gradient was used" * (use.step in history.skipped)
             marks.append(f"{_start(history, stretch)}{skipped}")
@@ -93,23 +92,13 @@ def _start(history: History, stretch: Stretch) -> str:
     return f"start {stretch.start + 1} ({how}), {counted(len(start['workers']), 'worker')}"
 
 
-def _names(stretch: Stretch) -> _Names:
+def _name(index: int, stretch: Stretch) -> str:
+    """Return the name of a sample: its index, or in a mixture its source and row."""
     from samestep.tools.plans import first_rows
 
-    return _Names(first_rows(stretch.recorded))
-
-
-class _Names:
-    """Names samples: by their index, or in a mixture by their source and row."""
-
-    def __init__(self, first: dict[str, int]) -> None:
-        self._sources, self._first = [*first], [*first.values()]
-
-    def __call__(self, index: int) -> str:
-        if len(self._sources) <= 1:
-            return str(index)
-        source = bisect_right(self._first, index) - 1
-        return f"{self._sources[source]}:{index - self._first[source]}"
+    first = first_rows(stretch.recorded)
+    source = [name for name in first if first[name] <= index][-1]
+    return f"{source}:{index - first[source]}" if len(first) > 1 else str(index)
 
 
 def _index(word: str, stretches: Sequence[Stretch]) -> int:
@@ -117,9 +106,9 @@ def _index(word: str, stretches: Sequence[Stretch]) -> int:
     from samestep.tools.plans import first_rows, sizes_of
 
     source, _, row = word.strip().rpartition(":")
-    if not row.isascii() or not row.isdigit():
+    if not re.fullmatch(r"\d{1,99}", row, re.ASCII):
         expected = "indices such as 96 or 96,97, or rows of a mixture such as code:96"
-        raise ConfigError(f"--sample: expected {expected}, got {word!r}")
+        raise ConfigError(f"--sample: expected {expected}, got {word!r:.80}")
     if not source:
         return int(row)
     for stretch in stretches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -46,13 +47,6 @@ class Entry:
     link: str  # a page of docs/, with its section
 
 
-class Given(dict[str, str]):
-    """What the script has, by the names in braces of a rule; `...` for what it does not show."""
-
-    def __missing__(self, name: str) -> str:
-        return "..."
-
-
 def head(node: ast.AST) -> str:
     """Return the first line of a statement, or an expression."""
     if isinstance(node, ast.For):
@@ -90,12 +84,12 @@ class Scan:
         made = self._names.made
         self._loader_names = {each: text for text, each in made.get("loader", {}).items()}
         tracked = {text.rpartition(".")[2]: text for role in TRACKED for text in made.get(role, {})}
-        self._given = Given(
-            model=next(iter(made.get("model", {})), "model"),
-            stem=self._script.path.stem,
-            script=str(self._script.path),
-            objects=", ".join(f"{key}={value}" for key, value in tracked.items()) or "...",
-        )
+        self._given = {  # by the names in braces of a rule
+            "model": next(iter(made.get("model", {})), "model"),
+            "stem": self._script.path.stem,
+            "script": str(self._script.path),
+            "objects": ", ".join(f"{key}={value}" for key, value in tracked.items()) or "...",
+        }
         for path, why in missing.items():
             self._add("not read", self._script.tree, str(path), why=why)
         self._find_training()
@@ -116,7 +110,8 @@ class Scan:
         if (name, node) in self._seen:
             return
         self._seen.add((name, node))
-        rule, texts = rules()[name], Given({**self._given, "name": text, **given})
+        rule, texts = rules()[name], defaultdict(lambda: "...", self._given, name=text)
+        texts.update(given)
         path = self._names.source_of[self._names.module(node)].path
         short = text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 2]} …"
         say, write = rule.say.format_map(texts), rule.write.format_map(texts)
