@@ -13,7 +13,7 @@ from tests.house.test_mirror import PACKAGE
 SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
-    "data": 5_480,
+    "data": 5_490,
     "step": 7_170,
     "comm": 4_760,
     "cluster": 690,

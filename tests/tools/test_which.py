@@ -249,6 +249,11 @@ def test_streams_and_earlier_records_are_refused(tmp_path, capsys):
     write(tmp_path / "damaged", {**loop, "name": None, "epoch": "x"}, done=2)
     with pytest.raises(RecordError, match=r"the record in .* is damaged"):
         History(tmp_path / "damaged")
+    for plan in ({"kind": "shuffled"}, {"kind": "shuffled", "size": "x"}, {"size": 8}, []):
+        write(tmp_path / "odd", {**loop, "plan": plan}, done=2)
+        for asked in (["--sample", "1"], ["--step", "1"]):
+            assert main(["which", str(tmp_path / "odd"), *asked]) > 0
+            assert re.search("the record in .* is damaged", capsys.readouterr().err)
 
 
 def write(directory, loop, done):

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from samestep.data.plan import (
-    SEARCHED,
     ChunkedPlan,
     GroupBy,
     GroupedPlan,
@@ -25,6 +24,7 @@ from samestep.data.plan import (
     checked_array,
     dealt,
     in_order,
+    search,
     small_permutation,
 )
 from samestep.data.random_state import Permutation, key, keyed, uniform
@@ -101,7 +101,8 @@ class WeightedPlan(ShuffledPlan):
         indices: Indices = np.searchsorted(self._cumulative, draws, side="right")
         return indices
 
-    _find = ShuffledPlan._search  # noqa: SLF001  of its own base class
+    def _find(self, epoch: int, samples: Indices, start: int, stop: int) -> tuple[Indices, Indices]:
+        return search(partial(self._span, epoch), samples, start, stop)
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "weights": self._digest}
@@ -156,7 +157,8 @@ class OrderedPlan(ShuffledPlan):
     def basis(self, epoch: int) -> tuple[Indices, str]:
         return self._of(epoch)
 
-    _find = ShuffledPlan._search  # noqa: SLF001  of its own base class
+    def _find(self, epoch: int, samples: Indices, start: int, stop: int) -> tuple[Indices, Indices]:
+        return search(partial(self._span, epoch), samples, start, stop)
 
     def describe(self, epoch: int = 0) -> dict[str, int | bool | str]:
         return {**super().describe(epoch), "order": self._of(epoch)[1]}
@@ -362,13 +364,11 @@ class ShardPlan(ShuffledPlan):
             first, stop = (
                 begin + n * full if n <= full_steps else end for n in (steps.start, steps.stop)
             )
-            for at in range(first, stop, SEARCHED):
-                span = self._lane_span(epoch, lane, at, min(at + SEARCHED, stop))
-                places = np.flatnonzero(np.isin(span, samples))
-                # a lane without samples in a full step may have one in the last, short step
-                step = (at - begin + places) // full if full else np.full_like(places, full_steps)
-                step = np.minimum(step, full_steps)
-                rows.append(in_order(step, np.full_like(step, lane), span[places]))
+            found, numbers = search(partial(self._lane_span, epoch, lane), samples, first, stop)
+            step = np.full_like(numbers, full_steps)  # of a lane with a sample in a short step only
+            if full:
+                step = np.minimum((numbers - begin) // full, full_steps)
+            rows.append(in_order(step, np.full_like(step, lane), found))
         return in_order(*np.concatenate(rows).T)
 
     def to_record(self) -> dict[str, Any]:

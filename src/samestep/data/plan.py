@@ -197,18 +197,6 @@ class ShuffledPlan(Plan):
             return samples, samples
         return samples, _order(self.size, self.seed, "epoch", epoch).inverse(samples)
 
-    def _search(
-        self, epoch: int, samples: Indices, start: int, stop: int
-    ) -> tuple[Indices, Indices]:
-        """Do what `_find` does for an order that has no inverse: look at all of it."""
-        found, positions = [samples[:0]], [samples[:0]]
-        for first in range(start, stop, SEARCHED):
-            span = self._span(epoch, first, min(first + SEARCHED, stop))
-            places = np.flatnonzero(np.isin(span, samples))
-            found.append(span[places])
-            positions.append(first + places)
-        return np.concatenate(found), np.concatenate(positions)
-
 
 @dataclass(kw_only=True)
 class ChunkedPlan(Plan):
@@ -311,6 +299,22 @@ def _order(size: int, seed: int, scope: str, epoch: int) -> Permutation:
 def small_permutation(size: int, seed: int, scope: str, *numbers: int) -> Permutation:
     """Return a permutation of part of the samples that depends on all arguments."""
     return Permutation(size, key(seed, scope, *numbers))
+
+
+def search(
+    span_of: Callable[[int, int], Indices], samples: Indices, start: int, stop: int
+) -> tuple[Indices, Indices]:
+    """Return samples with their positions in [start, stop) of an order that has no inverse.
+
+    `span_of(start, stop)` returns the samples there.
+    """
+    found, positions = [NONE], [NONE]
+    for first in range(start, stop, SEARCHED):
+        span = span_of(first, min(first + SEARCHED, stop))
+        places = np.flatnonzero(np.isin(span, samples))
+        found.append(span[places])
+        positions.append(first + places)
+    return np.concatenate(found), np.concatenate(positions)
 
 
 def lanes_of_places(places: Indices, batch: ArrayLike, lanes: int) -> Indices:

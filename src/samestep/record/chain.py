@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -49,18 +50,13 @@ class Row(NamedTuple):
     rates: bytes
     program: bytes
 
-    def follows(self, head: bytes, step: int, seed: int) -> bool:
-        """Return whether this is the row of a step after the head of the step before it."""
-        parts = self.samples, self.losses, self.rates, self.program
-        return self.head == link(head, step, seed, parts)
-
 
 def origin(seed: int) -> bytes:
     """Return the head before the first step of a run that begins with no snapshot."""
     return hashlib.sha256(b"samestep chain 1" + seed.to_bytes(8, "little")).digest()
 
 
-def link(head: bytes, step: int, seed: int, parts: Parts) -> bytes:
+def link(head: bytes, step: int, seed: int, parts: Iterable[bytes]) -> bytes:
     """Return the head of a step, of which `parts` are the four digests in the order of `Row`."""
     return hashlib.sha256(head + _LINK.pack(step, seed) + b"".join(parts)).digest()
 
@@ -144,12 +140,12 @@ class Chain:
         head, step = self.start, self.first
         while rows := os.pread(self._descriptor, ROW_BYTES * _READ_ROWS, _place(step, self.first)):
             for at in range(0, len(rows), ROW_BYTES):
-                row = rows[at : at + ROW_BYTES]
-                if len(row) < ROW_BYTES:
-                    raise self._wrong(step, f"has {len(row)} of {ROW_BYTES} bytes")
-                if not _row(row).follows(head, step, self.seed):
+                if (size := len(rows) - at) < ROW_BYTES:
+                    raise self._wrong(step, f"has {size} of {ROW_BYTES} bytes")
+                own, *parts = _row(rows[at : at + ROW_BYTES])
+                if own != link(head, step, self.seed, parts):
                     raise self._wrong(step, "does not follow from the head of the step before")
-                head, step = row[:HEAD_BYTES], step + 1
+                head, step = own, step + 1
         if self.first == 0 and self.start != origin(self.seed):
             raise self._wrong(0, "does not begin as a run with its seed does")
         self._check_record(step)

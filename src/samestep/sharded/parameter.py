@@ -96,7 +96,7 @@ class Rows(Guarded, Tensor):
 
     is_of_model = False  # has the model's memory
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has options
         return "rows of a sharded parameter"
 
 

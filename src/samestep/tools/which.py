@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from samestep.errors import ConfigError
 from samestep.host import counted, interrupts_deferred, printable
 from samestep.terminal import starting
-from samestep.tools import table
+from samestep.tools import damage_explained, table
 
 if TYPE_CHECKING:  # --help must not load torch
     from samestep.tools.plans import History, Stretch
@@ -35,13 +35,14 @@ def main(options: argparse.Namespace) -> int:
     with starting(), interrupts_deferred():
         from samestep.tools.plans import History
 
-    history = History(options.run)
-    if options.step is not None:
-        lines = _of_step(history, options.step, options.loop)
-    else:
-        lines = _of_samples(history, options.sample, options.loop)
-    for line in lines:
-        print(printable(line))
+    with damage_explained(options.run):
+        history = History(options.run)
+        if options.step is not None:
+            lines = _of_step(history, options.step, options.loop)
+        else:
+            lines = _of_samples(history, options.sample, options.loop)
+        for line in lines:
+            print(printable(line))
     return 0
 
 
