@@ -130,7 +130,9 @@ def descriptions() -> Iterator[Document]:
     for name in sorted(filter(None, found)):
         fields = found[name].metadata
         payload = fields.get_payload()  # older formats have a field instead
-        text = payload if isinstance(payload, str) and payload.strip() else fields["Description"]
+        text = (
+            payload if isinstance(payload, str) and payload.strip() else fields.get("Description")
+        )
         if text:
             yield Document(f"description/{name}", text.encode("utf-8", "replace").decode())
     yield from _installed(Path(sysconfig.get_path("purelib")), (".md", ".rst"), {"__pycache__"})

@@ -51,6 +51,7 @@ def test_each_worker_writes_its_steps_and_the_bits_are_the_same(tmp_path):
     assert describe(event, "profiled", {})[0] == f"traced steps 2:5, in {event['file']}"
 
 
+@pytest.mark.long
 def test_a_run_that_ends_within_the_steps_writes_those_and_the_next_start_the_others(
     tmp_path, capsys
 ):

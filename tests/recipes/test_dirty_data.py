@@ -656,7 +656,6 @@ def run(case, root, directory, workers):
 
 
 IN_CI = {
-    "gray images of 16 bits, vit",
     "left out, torn, detect",
     "a torn file, all pixels, stain",
 }

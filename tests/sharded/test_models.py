@@ -51,7 +51,8 @@ def test_all_jobs_have_the_bits_of_replicated_parameters(workers, replicated):
     assert run_workers(digests, workers, None, FULL) == [replicated] * workers
 
 
-@pytest.mark.parametrize("keep", [pytest.param("lane", marks=pytest.mark.long), "step"])
+@pytest.mark.long
+@pytest.mark.parametrize("keep", ["lane", "step"])
 def test_units_may_be_kept(keep, replicated):
     shard = {**FULL, "keep": keep}
     assert run_workers(digests, 3, SOME, shard) == [of(replicated, SOME)] * 3
@@ -86,7 +87,7 @@ def test_any_number_of_workers_has_the_same_bits(workers, replicated):
     [
         (1, 1, {}),
         (7, 3, {}),
-        (8, 2, {"precision": "bfloat16"}),
+        pytest.param(8, 2, {"precision": "bfloat16"}, marks=pytest.mark.long),
         pytest.param(8, 2, {"exchange_dtype": "bfloat16"}, marks=pytest.mark.long),
     ],
     ids=["one lane", "seven lanes", "bfloat16", "gradients in bfloat16"],

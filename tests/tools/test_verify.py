@@ -100,6 +100,7 @@ def test_the_best_weights_in_a_variable_are_named_where_the_script_loads_them(ve
     assert "stopped before its end" not in printed
 
 
+@pytest.mark.long
 def test_tracked_weights_are_the_same_at_the_end_of_the_script(verify):
     status, printed = verify("--steps", "10", "--kill", way="tracks the best")
     assert (status, "stopped before its end" in printed) == (0, False)

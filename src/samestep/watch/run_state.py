@@ -608,6 +608,6 @@ DESCRIPTIONS: Final[Mapping[str, tuple[str, str | Callable[[Event], str]]]] = {
     "batch_skipped": (BAD, "skipped a batch: {reason}"),
     "loss_alert": (BAD, "{reason}"),
     "forked": (INFO, "forked from {trunk} at step {step}"),
-    "profiled": (GOOD, "traced steps from {first} to {step}, in {file}"),
+    "profiled": (GOOD, "traced steps {first}:{step}, in {file}"),
     "images_dropped": (BAD, "{count} images were dropped because writing could not keep up"),
 }
