@@ -84,7 +84,7 @@ def test_files_of_each_kind_have_the_same_indices(tmp_path):
     text, listed, loops, array = (
         tmp_path / name for name in ("a.txt", "a.json", "b.json", "a.npy")
     )
-    text.write_text("7\n\n3 # broken\n  7\n# none\n")
+    text.write_bytes(b"\xef\xbb\xbf7\r\n\r\n3 # broken\r\n  7\n# none\n")  # as on Windows
     listed.write_text("[3, 7, 7]")
     loops.write_text('{"train": [7, 3]}')
     np.save(array, np.array([7, 3], dtype=np.uint8))

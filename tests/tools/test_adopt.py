@@ -128,6 +128,16 @@ for batch in loader:
     assert found(planned(text), "loader") == [f"run.batches(data, {expected})"]
 
 
+def test_loaders_of_a_lightning_trainer_stay_with_the_global_batch_size(planned):
+    entries = planned("""import lightning as L
+from torch.utils.data import DataLoader
+trainer = L.Trainer(devices=4, accumulate_grad_batches=2)
+trainer.fit(Net(), DataLoader(data(), 32, shuffle=True))
+""")
+    (loader,) = found(entries, "DataLoader(data(), 32, shuffle=True)")
+    assert loader == "DataLoader(data(), batch_size=32 * 2 * WORKERS, ...)"
+
+
 @pytest.mark.parametrize(
     ("size", "steps", "expected"),
     [
@@ -304,7 +314,10 @@ BAD = {
         lambda path: path.write_bytes(b"# coding: x-y\n"),
         "is not text in UTF-8",
     ),
-    "null bytes": (lambda path: path.write_bytes(b"import torch\0\n"), "null bytes"),
+    "null bytes": (
+        lambda path: path.write_bytes(b"import torch\0\n"),
+        "is not Python: .*null bytes",
+    ),
     "deep nesting": (lambda path: path.write_text("x = " + "-" * 100_000 + "1"), "is (not|nested)"),
     "a huge file": (
         lambda path: path.write_text("#" * (MOST_BYTES + 1)),

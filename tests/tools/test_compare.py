@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import samestep as ss
 from samestep.cli import main
-from samestep.record.chain import FILE, ROW_BYTES
+from samestep.record.chain import FILE, ROW_BYTES, ChainFile, origin
 from samestep.record.events import FILE_NAME
 from tests.faults import flip_byte
 from tests.python import run_python
@@ -95,6 +96,11 @@ OPTIONS = [
         "from step 7 on, first in its losses",
         "option skip_batches: nothing in A, 7:8 in B",
     ),
+    (
+        {"exclude": "left_out.txt"},
+        "from step 3 on, first in its samples",
+        "samples:\n  exclude: nothing in A, [0-9a-f]+ in B",
+    ),
     ({"settings": {"rate": 1}}, "", ""),  # which changes nothing
 ]
 KINDS = [
@@ -136,7 +142,9 @@ def test_a_planted_change_is_found_and_named(base, tmp_path, compare, kind, at, 
 
 
 @pytest.mark.parametrize(("options", "text", "named"), OPTIONS)
-def test_an_option_is_named(base, tmp_path, compare, options, text, named):
+def test_an_option_is_named(base, tmp_path, compare, monkeypatch, options, text, named):
+    monkeypatch.chdir(tmp_path)
+    Path("left_out.txt").write_text("25\n")  # a sample of step 3
     train(tmp_path, **options)
     status, printed = compare(base, tmp_path)
     assert status == bool(text)
@@ -173,6 +181,12 @@ def test_a_part_of_a_run_is_the_same(base, tmp_path, compare):
     assert (status, "no step in common" in printed) == (2, True)
 
 
+def begin_without_a_head(run):
+    """Give a run the chain of one that an earlier version began, which resumed at step 5."""
+    (run / FILE).unlink()
+    ChainFile(run, 5, 0, origin(0)).close()
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -180,6 +194,7 @@ def test_a_part_of_a_run_is_the_same(base, tmp_path, compare):
         (lambda run: (run / FILE).write_bytes(b""), "must begin with"),
         (lambda run: flip_byte(run / FILE, 8), "must have format"),
         (shutil.rmtree, "cannot read a chain"),
+        (begin_without_a_head, "begins at step 5, with a snapshot of an earlier version"),
     ],
 )
 def test_what_cannot_be_compared_is_an_error(base, tmp_path, compare, damage, expected):

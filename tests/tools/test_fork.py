@@ -15,7 +15,7 @@ import pytest
 import samestep as ss
 from samestep.cli import main
 from samestep.record import read_events, read_history
-from samestep.record.chain import Chain
+from samestep.record.chain import FILE, ROW_BYTES, Chain
 from samestep.tools.fork import trunk_command
 from samestep.tools.replay import RecordedRun
 from tests.faults import flip_byte
@@ -142,6 +142,18 @@ def test_a_damaged_snapshot_and_another_program_are_noticed(trunk, tmp_path, cap
     assert "first at step 4" in printed
     assert "arguments: shuffled 1.0 -> shuffled 2.0" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["trunk"]
+
+
+def test_another_program_with_the_same_means_is_named(trunk, tmp_path, capfd):
+    copy = shutil.copytree(trunk, tmp_path / "trunk")
+    path = copy / FILE
+    rows = path.read_bytes()
+    at = len(rows) - (STEPS - 5) * ROW_BYTES  # of step 5
+    path.write_bytes(rows[:at] + bytes(32) + rows[at + 32 : at + ROW_BYTES - 8] + bytes(8))
+    words = "--at", 6, "--dir", tmp_path / "fork", "--no-start", SCRIPT, *ARGUMENTS
+    assert main([*map(str, ("fork", copy, *words))]) == 1
+    printed = capfd.readouterr().err
+    assert f"another chain than those of {copy}, first at step 5 in: program; start" in printed
 
 
 @pytest.mark.long

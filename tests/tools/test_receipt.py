@@ -19,7 +19,7 @@ from torch import nn
 import samestep as ss
 from samestep.cli import main
 from samestep.errors import RecordError
-from samestep.record.chain import FILE, Chain, link
+from samestep.record.chain import FILE, Chain, ChainFile, link, origin
 from samestep.tools import receipt as receipts
 from samestep.tools.receipt import Verdicts, anchor_of, check, make, read
 from tests.python import run_python
@@ -338,6 +338,16 @@ def test_a_run_that_goes_on_still_has_its_receipt(trained, tmp_path):
     chain.close()
     (at / "run" / FILE).write_bytes(header + b"".join(rows) + head + b"12345678" * 4)
     assert status_of(at) == 0
+
+
+def test_a_chain_that_begins_late_does_not_claim_the_steps_before(trained, tmp_path, capsys):
+    at = tmp_path / "late"
+    shutil.copytree(trained, at)
+    (at / "run" / FILE).unlink()
+    ChainFile(at / "run", 10, 0, origin(0)).close()
+    assert main(["receipt", "make", str(at / "run"), "--out", str(at / "receipt")]) == 0
+    status_of(at)
+    assert "all links of the chain, 0 steps from step 10 on" in capsys.readouterr().out
 
 
 def test_another_rate_in_the_chain_than_in_the_record_is_found(trained, tmp_path, capsys):

@@ -43,7 +43,7 @@ def read_loops(path: Path) -> dict[str, Indices]:
             values = json.loads(content)
             loops = values if isinstance(values, dict) else {ONLY_LOOP: values}
             return {loop: sorted_indices(own, str(path)) for loop, own in loops.items()}
-        lines = content.decode().splitlines()
+        lines = content.decode("utf-8-sig").splitlines()  # as Windows may write it
     except (EOFError, RecursionError, ValueError) as error:
         if isinstance(error, DataError):
             raise

@@ -13,20 +13,19 @@ from typing import Any, Final
 from samestep.errors import ConfigError, RecordError, SnapshotError
 from samestep.host import GREEN, RED, colored, counted, printable
 from samestep.record import read_history
-from samestep.record.chain import Chain, snapshots_of
+from samestep.record.chain import Chain, origin, snapshots_of
 from samestep.record.source import STARTS
 from samestep.tools import first_of
 from samestep.tools.replay import OPTIONS
 
 PARTS: Final = ("program", "samples", "rates", "losses")  # each may cause those after it
 OF_PROGRAM: Final = ("file ", "option lanes", "option precision", "option exchange_dtype")
-OF_LOOP: Final = ("name", "samples", "batch_size", "steps_per_epoch")
 LONGEST: Final = 100  # characters of a value
 SHOWN: Final = 12  # lines about one part
 UNNAMED: Final = {
     "program": "a module that was imported after the start, a dtype that the script sets, or the"
     " length of the data set",
-    "samples": "the order, the weights, or the position in the data",
+    "samples": "the order, the weights, the samples left out, or the position in the data",
     "rates": "an option of an optimizer other than its largest learning rate, or its updates",
     "losses": "what has no digest: the values of samples or of parameters at the start, or what the"
     " list below has",
@@ -85,6 +84,13 @@ def find_parting(directories: Sequence[Path], chains: Sequence[Chain]) -> Partin
         raise ConfigError("the runs have no step in common; compare runs of the same steps")
     if chains[0].seed != chains[1].seed:
         return Parting(_differ("in their seeds", *(chain.seed for chain in chains)), first)
+    for path, chain in zip(directories, chains, strict=True):
+        if chain.first > min(each.first for each in chains) and chain.start == origin(chain.seed):
+            raise ConfigError(
+                f"the chain in {path} begins at step {chain.first}, with a snapshot of an earlier"
+                " version of samestep, which has no head, so it cannot be compared with one that"
+                f" begins earlier; repeat the steps before {chain.first} with this version"
+            )
     step = parting_step(chains, first, end)
     common = [snapshots_of(path) for path in directories]
     for at in sorted(common[0].keys() & common[1].keys()):
@@ -171,7 +177,7 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     programs = [context.program for context in contexts]
     found = {
         "program": _pairs(*({n: p[n] for n in p if n.startswith(OF_PROGRAM)} for p in programs)),
-        "samples": _pairs(*({n: c.loop[n] for n in OF_LOOP if n in c.loop} for c in contexts)),
+        "samples": _pairs(*(_sizes_of(context.loop) for context in contexts)),
         "rates": _pairs(*(context.rates for context in contexts)),
         "losses": _pairs(*(context.means for context in contexts)),
     }
@@ -182,6 +188,15 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     if others := [line for line in _pairs(*programs) if line not in shown]:
         yield "other differences of their starts:"
         yield from [f"  {line}" for line in others[:SHOWN]]
+
+
+def _sizes_of(loop: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a loop's event says of its samples, with the digest of those left out."""
+    names = ("name", "samples", "batch_size", "steps_per_epoch")
+    left_out = {
+        name: value for name, value in (loop.get("plan") or {}).items() if name == "exclude"
+    }
+    return {name: loop[name] for name in names if name in loop} | left_out
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

@@ -203,16 +203,33 @@ def repeat(record: RecordedRun, command: Sequence[str], folder: Path) -> None:
     lines = differences(record.start.get("environment", {}), start["environment"])
     was, now = record.means, means_of(folder)
     differing = [step for step in now.keys() & was.keys() if repr(now[step]) != repr(was[step])]
-    heads = [head_after(each, record.end) for each in (record.directory, folder)]
     lines = f"not as in the record:\n{lines}" if lines else ""
-    if differing or (None not in heads and heads[0] != heads[1]):
-        where = f"first at step {min(differing)}" if differing else "as their chain says"
+    if differing:
+        what = f"have other bits than those of {record.directory}, first at step {min(differing)}"
+    else:
+        what = _other_chain(record, folder)
+    if what:
         raise VerifyError(
-            f"the repeated steps have other bits than those of {record.directory}, {where}; start"
-            f" the fork at a snapshot, or with the program of the trunk. {lines}".rstrip()
+            f"the repeated steps {what}; start the fork at a snapshot, or with the program of the"
+            f" trunk. {lines}".rstrip()
         )
     if lines:
         print(lines, file=sys.stderr)
+
+
+def _other_chain(record: RecordedRun, folder: Path) -> str:
+    """Return in what the chain of repeated steps differs, "" if it does not, or one has none."""
+    trunk = record.directory
+    heads = [head_after(each, record.end) for each in (trunk, folder)]
+    if None in heads or heads[0] == heads[1]:
+        return ""
+    with closing(chain.Chain.open(trunk)) as old, closing(chain.Chain.open(folder)) as new:
+        for step in range(max(old.first, new.first), record.end):
+            was, now = old[step]._asdict(), new[step]._asdict()
+            if parts := [part for part in was if part != "head" and was[part] != now[part]]:
+                named = " and ".join(parts)
+                return f"have another chain than those of {trunk}, first at step {step} in: {named}"
+    return f"begin with another head than those of {trunk}"
 
 
 def head_after(directory: Path, steps: int) -> bytes | None:

@@ -224,6 +224,7 @@ def read(file: Path) -> dict[str, Any]:
             isinstance(receipt[part], (dict, list)) for part in PARTS
         ):
             int(receipt["chain"]["steps"]), int(receipt["record"]["bytes"])
+            int(receipt["chain"]["first"])
             return dict(receipt)
     except OSError as error:
         raise RecordError(f"cannot read a receipt at {file}: {error.strerror}") from error
@@ -269,7 +270,9 @@ def check(
 
 def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> None:
     steps, size = int(receipt["chain"]["steps"]), int(receipt["record"]["bytes"])
-    what = f"all links of the chain, {counted(steps, 'step')}"
+    first = int(receipt["chain"]["first"])
+    begin = f" from step {first} on" * bool(first)
+    what = f"all links of the chain, {counted(steps - first, 'step')}{begin}"
     try:
         with closing(Chain.open(run)) as chain:
             chain.check()

@@ -15,6 +15,7 @@ OPTIONS: Final = {
 }
 ORDERS: Final = {"sampler", "batch_sampler", "shuffle", None}  # None: `**options`
 ROUNDED: Final = matcher("int()", "max()", "round()", "math.*()")
+ACCUMULATION: Final = {"gradient_accumulation_steps", "accumulate_grad_batches"}
 SHARES: Final = {"/ <world>", "// <world>"}
 NOTE: Final = "; WORKERS is the number of processes of your old job, as a constant"
 
@@ -105,7 +106,7 @@ def _undivided(size: ast.expr, names: Names) -> tuple[ast.expr, bool]:
 def _accumulation(names: Names) -> tuple[str, bool]:
     """Return the number of micro-batches of an update, and whether workers divide it."""
     for node in names.nodes:
-        if isinstance(node, ast.keyword) and node.arg == "gradient_accumulation_steps":
+        if isinstance(node, ast.keyword) and node.arg in ACCUMULATION:
             return code(node.value), False
         by = [node.right] if isinstance(node, ast.BinOp) else []
         by += [node.value] if isinstance(node, ast.AugAssign) else []

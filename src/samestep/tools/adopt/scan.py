@@ -21,6 +21,7 @@ Branch = ast.If | ast.IfExp | ast.While
 NAME_WIDTH: Final = 60  # characters of code in an entry
 DEPTH: Final = 4  # calls that are followed from a function to the loops around it
 TRACKED: Final = ("model", "optimizer", "scheduler", "scaler", "ema")
+LIGHTNING: Final = matcher("*lightning*.Trainer()")  # which takes loaders
 WRAPPED: Final = matcher("*Parallel()", "<accelerator>.*()", "<fabric>.*()")
 OWN_BACKWARD: Final = ("super()", "ctx.", "run.", "batch.")
 STEPS: Final = {"<optimizer>.step()", "<scaler>.step()"}
@@ -238,7 +239,7 @@ class Scan:
             if node is loader:
                 return
         dataset, size = arguments_of(loader, self._names)
-        is_training = name == "loader"
+        is_training = name in {"loader", "lightning loader"}
         batch, note = total(size, self._names) if is_training and size else (code(size), "")
         options = options_of(loader, self._names, is_training=is_training)
         given = {"dataset": code(dataset), "batch": batch, "options": options, "note": note}
@@ -251,11 +252,13 @@ class Scan:
         made = self._names.made
         calls = [node for node in self._names.nodes if isinstance(node, ast.Call)]
         loaders = [node for node in calls if self._names.visit(node).endswith("DataLoader()")]
+        is_fit = any(LIGHTNING.fullmatch(self._names.visit(node)) for node in calls)
+        others = "lightning loader" if is_fit else "evaluated loader"
         for loader in dict.fromkeys([*self._loader_names, *loaders]):
-            trained = [value.made for value in self._trained] or [loader]
+            trained = [value.made for value in self._trained] or [loader] * (not is_fit)
             is_evaluated = any(value.made is loader for value in self._evaluated)
             is_trained = any(each is loader for each in trained) and not is_evaluated
-            name = "loader" if is_trained else "evaluated loader"
+            name = "loader" if is_trained else others
             text = self._loader_names.get(loader, code(loader))
             self._add_loader(name, loader, text, loader)
         body = self._script.tree.body

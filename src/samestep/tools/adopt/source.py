@@ -110,6 +110,8 @@ def _parse(path: Path, text: str) -> ast.Module:
             warnings.simplefilter("ignore")  # of escapes in the texts of a script
             return parse(text)
     except SyntaxError as error:
+        if error.lineno is None:  # a byte 0 in the text
+            raise ConfigError(f"{path} is not Python: {error.msg}; {EXPECTED}") from error
         is_old = error.msg.startswith(OF_PYTHON_2)
         what = "is Python 2" if is_old else f"is not Python {version}"
         advice = "convert it to Python 3" if is_old else "correct this line"
