@@ -20,7 +20,6 @@ from samestep.tools.replay import OPTIONS
 
 PARTS: Final = ("program", "samples", "rates", "losses")  # each may cause those after it
 OF_PROGRAM: Final = ("file ", "option lanes", "option precision", "option exchange_dtype")
-OF_LOOP: Final = ("name", "samples", "batch_size", "steps_per_epoch")
 LONGEST: Final = 100  # characters of a value
 SHOWN: Final = 12  # lines about one part
 UNNAMED: Final = {
@@ -171,7 +170,7 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     programs = [context.program for context in contexts]
     found = {
         "program": _pairs(*({n: p[n] for n in p if n.startswith(OF_PROGRAM)} for p in programs)),
-        "samples": _pairs(*({n: c.loop[n] for n in OF_LOOP if n in c.loop} for c in contexts)),
+        "samples": _pairs(*({n: c.loop[n] for n in _fields(c.loop)} for c in contexts)),
         "rates": _pairs(*(context.rates for context in contexts)),
         "losses": _pairs(*(context.means for context in contexts)),
     }
@@ -182,6 +181,10 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     if others := [line for line in _pairs(*programs) if line not in shown]:
         yield "other differences of their starts:"
         yield from [f"  {line}" for line in others[:SHOWN]]
+
+
+def _fields(loop: Mapping[str, Any]) -> list[str]:
+    return [name for name in loop if name in {"name", "samples", "batch_size", "steps_per_epoch"}]
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
