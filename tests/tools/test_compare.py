@@ -194,6 +194,7 @@ def begin_without_a_head(run):
         (lambda run: (run / FILE).write_bytes(b""), "must begin with"),
         (lambda run: flip_byte(run / FILE, 8), "must have format"),
         (shutil.rmtree, "cannot read a chain"),
+        (lambda run: os.truncate(run / FILE, ROW_BYTES), "no step in common"),  # only its header
         (begin_without_a_head, "begins at step 5, with a snapshot of an earlier version"),
     ],
 )

@@ -327,9 +327,10 @@ def test_a_run_that_is_written_anew_with_its_receipt_differs_only_from_the_ancho
     assert "the anchor: DIFFERENT" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_still_has_its_receipt(trained, tmp_path):
+def test_a_run_that_goes_on_still_has_its_receipt(trained, tmp_path, capsys):
     at = tmp_path / "longer"
     shutil.copytree(trained, at)
+    oldest = min((at / "run").glob("step-*"))
     path, lines = lines_of(at)
     path.write_bytes(b"".join(lines) + b'{"event":"evaluated","step":10}\n{"event":"torn')
     header, rows = rows_of(at)
@@ -338,6 +339,11 @@ def test_a_run_that_goes_on_still_has_its_receipt(trained, tmp_path):
     chain.close()
     (at / "run" / FILE).write_bytes(header + b"".join(rows) + head + b"12345678" * 4)
     assert status_of(at) == 0
+    shutil.rmtree(oldest)  # as keep_last does
+    assert status_of(at) == 0
+    assert "(not checked: 1 snapshot that the run has removed since)" in capsys.readouterr().out
+    (at / "run" / FILE).write_bytes(header + b"".join(rows))  # it has not gone on
+    assert status_of(at) == 1
 
 
 def test_a_chain_that_begins_late_does_not_claim_the_steps_before(trained, tmp_path, capsys):

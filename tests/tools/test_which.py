@@ -233,6 +233,14 @@ def test_unusable_arguments_are_refused(changed, arguments, message, capsys):
     assert re.search(message, error), error
 
 
+def test_a_run_without_a_step_is_refused(tmp_path, capsys):
+    with ss.init(lanes=2, dir=tmp_path, system_every=None):
+        pass
+    for arguments in (["--sample", "1"], ["--step", "0"]):
+        assert main(["which", str(tmp_path), *arguments]) == 2
+        assert f"the run in {tmp_path} has made no step\n" in capsys.readouterr().err
+
+
 def test_streams_and_earlier_records_are_refused(tmp_path, capsys):
     with ss.init(lanes=2, dir=tmp_path / "stream", system_every=None) as run:
         model = run.replicate(nn.Linear(1, 1))

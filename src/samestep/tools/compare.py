@@ -80,7 +80,7 @@ def find_parting(directories: Sequence[Path], chains: Sequence[Chain]) -> Partin
     """
     first = max(chain.first for chain in chains)
     end = min(chain.first + len(chain) for chain in chains)
-    if first > end:
+    if first > end or end == 0:
         raise ConfigError("the runs have no step in common; compare runs of the same steps")
     if chains[0].seed != chains[1].seed:
         return Parting(_differ("in their seeds", *(chain.seed for chain in chains)), first)

@@ -66,15 +66,15 @@ def samples_by_loop(given: Mapping[str, Any], history: History, path: Path) -> M
     `given` are those of the file at `path`, of the only loop if its name is empty.
     """
     samples = {loop: own for loop, own in given.items() if len(own)}
-    names = sorted({stretch.loop for stretch in history.stretches})
+    names = sorted({stretch.loop for stretch in history.loops()})
     if not samples:
         raise ConfigError(f"--samples {path} has no samples; it needs at least one")
     if "" in samples:
         if len(names) != 1:
-            listed = ", ".join(names) or "none"
             raise ConfigError(
                 f"--samples {path} does not say of which loop the samples are, and the loops of the"
-                f' run are: {listed}; write a JSON file with lists by loop, as in {{"train": [96]}}'
+                f" run are: {', '.join(names)}; write a JSON file with lists by loop, as in"
+                ' {"train": [96]}'
             )
         samples = {names[0]: samples[""]}
     return samples

@@ -192,7 +192,7 @@ class History:
 
     def at(self, step: int) -> Stretch:
         """Return the stretch with a step. Raises `ConfigError` if the record has none."""
-        for stretch in self.stretches:
+        for stretch in self.loops():
             if stretch.first <= step < stretch.stop:
                 return stretch
         before = f"; steps before {self.first} are those of {self.origin}" * bool(self.origin)
@@ -201,9 +201,11 @@ class History:
 
     def loops(self, name: str | None = None) -> list[Stretch]:
         """Return the stretches of a loop, or of all. Raises `ConfigError` if there is none."""
+        if not self.stretches:
+            raise ConfigError(f"the run in {self.directory} has made no step")
         found = [each for each in self.stretches if name in {None, each.loop}]
         if not found:
-            names = ", ".join(sorted({each.loop for each in self.stretches})) or "none"
+            names = ", ".join(sorted({each.loop for each in self.stretches}))
             raise ConfigError(f"the run has made no step of loop {name!r}; its loops are: {names}")
         return found
 

@@ -276,16 +276,35 @@ def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> Non
     try:
         with closing(Chain.open(run)) as chain:
             chain.check()
+            goes_on = chain.first + len(chain) > steps
         verdicts.add(what)
         what = "the files of the run"
         found = make(run, size, steps)
     except SamestepError as error:
         verdicts.add(what, str(error))
         return
-    for part, title in PARTS.items():
-        names = _differing(receipt[part], found[part])
+    kept, count = _still_kept(receipt, found, goes_on=goes_on)
+    gone = f" (not checked: {counted(count, 'snapshot')} that the run has removed since)" * (
+        count > 0
+    )
+    for part, title in (PARTS | {"snapshots": f"snapshots{gone}"}).items():
+        names = _differing(kept[part], found[part])
         verdicts.add(title, f"first in {names[0]}" if names else "")
     verdicts.add("rates of the record and of the chain", _rates_differ(run, steps))
+
+
+def _still_kept(
+    receipt: Mapping[str, Any], found: Mapping[str, Any], *, goes_on: bool
+) -> tuple[Mapping[str, Any], int]:
+    """Return a receipt without the snapshots that its run has removed, and their number.
+
+    A run that has gone on since then keeps only its newest ones.
+    """
+    snapshots = receipt["snapshots"]
+    kept = {name: each for name, each in snapshots.items() if name in found["snapshots"]}
+    if not goes_on or len(kept) == len(snapshots):
+        return receipt, 0
+    return {**receipt, "snapshots": kept}, len(snapshots) - len(kept)
 
 
 def _differing(expected: Any, found: Any, place: str = "") -> list[str]:
