@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import closing
 
@@ -98,6 +99,7 @@ def used_first(directory):
         ("a.txt", "", "--samples .*a.txt has no samples"),
         ("a.txt", str(SIZE), f"a sample must be from 0 to {SIZE - 1}, as in the data, got {SIZE}"),
         ("a.json", '{"tune": [3]}', "no step of loop 'tune'; its loops are: train"),
+        ("a.json", json.dumps([*range(SIZE)]), f"has all {SIZE} samples of loop 'train'"),
         ("b.txt", None, "b.txt cannot be read: No such file"),
     ],
 )

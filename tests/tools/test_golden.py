@@ -79,7 +79,9 @@ def test_a_script_is_compared_with_what_it_did_before(tmp_path, capsys):
     verify = ["verify", "-n", "1", "--steps", "2", "--lanes", "2", "--golden", path, SCRIPT]
     assert main([*verify, "good"]) == 0
     assert f"wrote {path}" in capsys.readouterr().out
-    verify[4] = "9"  # the file says how many
+    assert main([*verify[:4], "9", *verify[5:], "good"]) == 2
+    assert "--steps must be 2" in capsys.readouterr().err
+    del verify[3:5]  # the file says how many
     assert main([*verify, "unseeded"]) == 1
     assert f"not as in {path}, first at step 1: 'metric loss'" in capsys.readouterr().out
 

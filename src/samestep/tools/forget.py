@@ -45,6 +45,12 @@ def main(options: argparse.Namespace) -> int:
     with damage_explained(options.run):
         history = History(options.run)
         samples = samples_by_loop(read_loops(options.samples), history, options.samples)
+        for loop, size in sizes_by_loop(history).items():
+            if len(samples.get(loop, ())) == size:
+                raise ConfigError(
+                    f"--samples {options.samples} has all {size} samples of loop {loop!r}; leave"
+                    " some to train with"
+                )
         first = first_use(history, samples)
         steps = history.end if first is None else first
         record = snapshot_before(options.run, steps)
@@ -78,6 +84,14 @@ def samples_by_loop(given: Mapping[str, Any], history: History, path: Path) -> M
             )
         samples = {names[0]: samples[""]}
     return samples
+
+
+def sizes_by_loop(history: History) -> dict[str, int]:
+    """Return the number of samples of each loop, at its newest start, but for streams."""
+    from samestep.tools.plans import sizes_of
+
+    plans = {stretch.loop: stretch.recorded for stretch in history.loops()}
+    return {loop: sum(sizes_of(plan).values()) for loop, plan in plans.items() if plan is not None}
 
 
 def first_use(history: History, samples: Mapping[str, Any]) -> int | None:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from samestep.errors import RecordError, VerifyError
+from samestep.errors import ConfigError, RecordError, VerifyError
 from samestep.host import GREEN, RED, colored, interrupts_deferred
 from samestep.launch.local import check_script
 from samestep.terminal import starting
 from samestep.tools.causes import CAUSES, LOGGED, Difference, Observation, explain
 from samestep.tools.golden import CannotJudgeError, Golden, judge
 
+STEPS: Final = 5  # that are compared
 # the fourth one captures (`WARM_UP_CALLS` in plugins/graph_choice.py)
 STEPS_WITH_GRAPHS: Final = 4
 
@@ -36,8 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     sizes = "worker counts to compare (default: 1,2); 1x2 is one worker with 2 devices"
     add("-n", "--workers", default="1,2", metavar="N,N,…", help=sizes)
-    steps = "steps to compare (default: 5); more than an epoch for what happens at its end"
-    add("--steps", type=int, default=5, metavar="N", help=steps)
+    steps = (
+        f"steps to compare (default: {STEPS}, or those of --golden); more than an epoch for what"
+        " happens at its end"
+    )
+    add("--steps", type=int, metavar="N", help=steps)
     lanes = "lanes of every run (default: set by the script, or the largest worker count)"
     add("--lanes", type=int, metavar="N", help=lanes)
     kill = "also kill a worker in each loop and after each epoch, resume, and compare"
@@ -61,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
         expected = "worker counts such as 1,2,4, or 1x2 for one worker with 2 devices"
         raise VerifyError(f"-n: expected {expected}, got {options.workers}")
     least_steps = 2 if options.kill else 1  # a worker is killed between two steps
-    if options.steps < least_steps:
+    if options.steps is not None and options.steps < least_steps:
         condition = " with --kill" * options.kill
         raise VerifyError(f"--steps must be at least {least_steps}{condition}, got {options.steps}")
     check_script(options.script)
@@ -70,6 +74,11 @@ def main(options: argparse.Namespace) -> int:
     golden = Golden.read(options.golden) if os.path.lexists(options.golden) else None
     if golden is None:
         Golden.check_writable(options.golden)
+    elif options.steps not in {None, golden.last}:
+        raise ConfigError(
+            f"--steps must be {golden.last}, as in {options.golden}, got {options.steps}; leave it"
+            " out, or write another file"
+        )
     try:
         return compare_sizes(options, parts, golden)
     except (RecordError, VerifyError) as error:
@@ -86,7 +95,7 @@ def compare_sizes(
     sizes = list(dict.fromkeys(RunSize(*map(int, part.split("x"))) for part in parts))
     by_devices = sorted(sizes, key=lambda size: size.workers * size.devices)
     largest, smallest = by_devices[-1], by_devices[0]
-    last = options.steps if golden is None else golden.last
+    last = (options.steps or STEPS) if golden is None else golden.last
     tracer = ScriptTracer([options.script, *options.arguments], last, options.lanes)
     # largest first: if the script sets no lanes, its worker count sets them for all runs
     by_size = {size: tracer.run(size) for size in reversed(by_devices[1:])}
