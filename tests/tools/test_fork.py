@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -142,6 +143,16 @@ def test_a_damaged_snapshot_and_another_program_are_noticed(trunk, tmp_path, cap
     assert "first at step 4" in printed
     assert "arguments: shuffled 1.0 -> shuffled 2.0" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["trunk"]
+
+
+def test_a_chain_that_was_cut_is_said_to_begin_anew(trunk, tmp_path, call):
+    copy, fork = shutil.copytree(trunk, tmp_path / "trunk"), tmp_path / "fork"
+    os.truncate(copy / FILE, 5 * ROW_BYTES)
+    words = "--at", 8, "--dir", fork, "--no-start", SCRIPT, *ARGUMENTS
+    status, printed = call("fork", copy, *words)
+    assert status == 0
+    assert "does not reach step 8, where the fork's begins anew" in printed
+    assert not (fork / FILE).exists()
 
 
 def test_another_program_with_the_same_means_is_named(trunk, tmp_path, capfd):

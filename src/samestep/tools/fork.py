@@ -243,6 +243,9 @@ def branch(record: RecordedRun, folder: Path, **fields: Any) -> None:
     """Give the run in a folder the record of the trunk's first steps, and where it left them."""
     trunk, steps, run = record.directory, record.end, record.start.get("run")
     head = head_after(trunk, steps)
+    if head is None and (trunk / chain.FILE).exists():
+        text = f"{trunk / chain.FILE} does not reach step {steps}, where the fork's begins anew"
+        print(text, file=sys.stderr)
     for left in (folder / FOLDER, folder / OUTPUT):  # of the repeated steps
         shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
     (folder / FOLDER).mkdir()
