@@ -23,26 +23,16 @@ from typing import Final
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import samestep as ss
 from benchmarks import turns
 from benchmarks.measure import figures
+from benchmarks.narrow_layers import BATCH, loss_fn, network, samples
 from samestep.run import session
 
 CONTENDERS: Final = ("guards", "guards + record", "none")
-BATCH: Final = 64
-WIDTH: Final = 64
 NEIGHBORS: Final = 3  # steps on each side of one
 ROWS: Final = {"calls": "calls per step", "cpu_ms": "CPU ms per step", "pause_ms": "pause, ms"}
-
-
-def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean loss of a batch [64, 64], [64]."""
-    features, labels = batch
-    return F.cross_entropy(model(features), labels)
 
 
 class Calls:
@@ -59,22 +49,16 @@ class Calls:
 def train(contender: str, what: str, steps: int, layers: int, folder: str) -> dict[str, float]:
     """Return the figures of a short training: "calls" or "time", because counting takes time."""
     torch.set_num_threads(1)
-    generator, calls = torch.Generator().manual_seed(0), Calls()
-    data = TensorDataset(
-        torch.randn(steps * BATCH, WIDTH, generator=generator),
-        torch.randint(WIDTH, (steps * BATCH,), generator=generator),
-    )
-    times = [0.0]
+    calls, times = Calls(), [0.0]
     directory = f"{folder}/run" if contender == "guards + record" else None
     with (
         patch.object(session, "plugins_of", lambda _: []) if contender == "none" else nullcontext(),
         ss.init(lanes=2, system_every=None, dir=directory) as run,
     ):
-        blocks = [block for _ in range(layers) for block in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-        model = run.replicate(nn.Sequential(*blocks))
+        model = run.replicate(network(layers))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         run.track(model=model, optimizer=optimizer)
-        for batch in run.batches(data, BATCH, epochs=1):
+        for batch in run.batches(samples(steps), BATCH, epochs=1):
             times.append(time.process_time())
             if len(times) == NEIGHBORS and what == "calls":
                 sys.setprofile(calls.note)

@@ -24,13 +24,12 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import samestep as ss
 from benchmarks import turns
 from benchmarks.measure import figures
+from benchmarks.narrow_layers import BATCH, loss_fn, network, samples
 from samestep.plugins.history import History
 from samestep.record.chain import FILE
 from samestep.run.session import Session
@@ -38,8 +37,6 @@ from samestep.snapshot.digest import state_digest
 
 CONTENDERS: Final = ("chain", "none")
 CALLS: Final = ("begin_step", "end", "before_update", "end_step")
-BATCH: Final = 64
-WIDTH: Final = 64
 WARM_UP: Final = 20  # steps
 ROWS: Final = {
     "cpu_ms": "CPU ms per step",
@@ -47,12 +44,6 @@ ROWS: Final = {
     "share": "the same, % of the step",
     "bytes": "bytes per step",
 }
-
-
-def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean loss of a batch [64, 64], [64]."""
-    features, labels = batch
-    return F.cross_entropy(model(features), labels)
 
 
 def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -76,11 +67,7 @@ def typical(seconds: Iterable[float]) -> float:
 def train(contender: str, steps: int, layers: int, folder: str) -> dict[str, float]:
     """Return the figures of a short training."""
     torch.set_num_threads(1)
-    generator, times, own = torch.Generator().manual_seed(0), [0.0], list[float]()
-    data = TensorDataset(
-        torch.randn(steps * BATCH, WIDTH, generator=generator),
-        torch.randint(WIDTH, (steps * BATCH,), generator=generator),
-    )
+    times, own = [0.0], list[float]()
     calls = {name: timed(getattr(History, name), own) for name in CALLS}
     without = patch.object(Session, "_make_history", lambda *_: None)
     with (
@@ -88,11 +75,10 @@ def train(contender: str, steps: int, layers: int, folder: str) -> dict[str, flo
         without if contender == "none" else nullcontext(),
         ss.init(lanes=2, system_every=None, dir=f"{folder}/run") as run,
     ):
-        blocks = [block for _ in range(layers) for block in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-        model = run.replicate(nn.Sequential(*blocks))
+        model = run.replicate(network(layers))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         run.track(model=model, optimizer=optimizer)
-        for batch in run.batches(data, BATCH, epochs=1):
+        for batch in run.batches(samples(steps), BATCH, epochs=1):
             times.append(time.process_time())
             run.log(run.backward(loss_fn, model, batch))
             optimizer.step()

@@ -193,10 +193,8 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
 def _sizes_of(loop: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a loop's event says of its samples, with the digest of those left out."""
     names = ("name", "samples", "batch_size", "steps_per_epoch")
-    left_out = {
-        name: value for name, value in (loop.get("plan") or {}).items() if name == "exclude"
-    }
-    return {name: loop[name] for name in names if name in loop} | left_out
+    left_out = (loop.get("plan") or {}).get("exclude")
+    return {**{name: loop.get(name) for name in names}, "exclude": left_out}
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
