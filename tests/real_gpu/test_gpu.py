@@ -76,6 +76,33 @@ def test_matrices_with_one_owner_take_the_same_steps(flags, device, tmp_path):
     assert "the same at every step" in output
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_sharded_parameters_have_the_bits_of_replicated_ones(precision, device, tmp_path):
+    cases = [
+        (1, []),
+        (2, ["--sharded"]),
+        (2, ["--sharded", "--nccl"]),
+        (3, ["--sharded", "--nccl"]),
+    ]
+    prints = [
+        fingerprint(
+            samestep(
+                "run", "-n", workers, "--dir", tmp_path / str(number), JOB, "blocks", "--device",
+                device, "--precision", precision, *flags, directory=tmp_path,
+            )
+        )
+        for number, (workers, flags) in enumerate(cases)
+    ]  # fmt: skip
+    assert len(set(prints)) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--nccl"]], ids=["host memory", "NCCL"])
+def test_sharded_parameters_take_the_same_steps_after_a_kill(flags, device, tmp_path):
+    options = ["--steps", "3", "--kill", JOB, "blocks", "--sharded", "--device", device, *flags]
+    output = samestep("verify", "-n", "1,2,3", *options, directory=tmp_path)
+    assert "the same at every step" in output
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_fails_over_nccl_is_replaced(name, device, tmp_path):
     options = ["run", "-n", "2", "--timeout", "20", "--max-restarts", "1", "--dir"]
@@ -114,6 +141,7 @@ RECIPES = {
     "vit": ["recipes/vit/train.py", "--config", "recipes/vit/digits.yaml"],
     "stain": ["recipes/stain/train.py"],
     "detect": ["recipes/detect/train.py"],
+    "gpt": ["recipes/gpt/train.py", "recipes/gpt/tiny.yaml", "precision=bfloat16"],
 }
 
 
