@@ -33,25 +33,30 @@ from tests.workers import run_workers
 SOURCE = Path(internals.__file__).parent
 
 
-def private_names(path):
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+
+
+def private_names(tree):
     """Return private attributes, imports and the texts that could be passed to getattr."""
     names = set()
-    for node in ast.walk(parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", "super()"}:
-            names.add(node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if PRIVATE.match(node.attr) and ast.unparse(node.value) not in {"self", "super()"}:
+                names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             names |= {part for alias in node.names for part in (node.module or "", alias.name)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)
-    return {name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+    return set(filter(PRIVATE.fullmatch, names))
 
 
-def chains(path):
+def chains(tree):
     """Return names such as torch.cuda._is_in_bad_fork."""
-    tree = parse(path.read_text())
-    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    chains = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
+            chains.add(ast.unparse(node))
+        elif isinstance(node, ast.Import):
             chains |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             chains |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -60,14 +65,15 @@ def chains(path):
 
 def test_no_other_file_uses_what_is_private_in_torch():
     own = SOURCE / "torch_internals.py"
-    private = private_names(own)
+    private = private_names(parse(own.read_text()))
     assert private >= {"_version", "_workers", "_execution_engine", "_metadata", "_pg_map"}
     for path in SOURCE.rglob("*.py"):
         if path != own:
             # torchmetrics.py leaves out the attribute whose content it gets from `children`
             allowed = {"_modules"} if path.name == "torchmetrics.py" else set()
-            assert not private & private_names(path) - allowed, path
-            assert not chains(path), path
+            tree = parse(path.read_text())
+            assert not private & private_names(tree) - allowed, path
+            assert not chains(tree), path
 
 
 def test_calls_for_many_tensors():

@@ -319,7 +319,8 @@ def memory_left(read: Read = read_file) -> int | None:
 
 def memory_limit(read: Read = read_file) -> int | None:
     """Return the memory limit in bytes, None if unlimited."""
-    return _lowest_limit(read, "memory", *MEMORY_LIMITS)
+    groups = _groups(read, "memory")
+    return min((n for group in groups for n in _limits(read, group, *MEMORY_LIMITS)), default=None)
 
 
 def cpu_quota(read: Read = read_file) -> float | None:
@@ -349,11 +350,6 @@ def parse_numbers(text: str | None) -> dict[str, int]:
 def whole_number(text: str | None) -> int | None:
     """Parse a number; None for any other text, such as max and -1, which mean no limit."""
     return int(text) if text and text.isdecimal() else None
-
-
-def _lowest_limit(read: Read, controller: str, *names: str) -> int | None:
-    groups = _groups(read, controller)
-    return min((n for group in groups for n in _limits(read, group, *names)), default=None)
 
 
 def _limits(read: Read, group: str, *names: str) -> Iterator[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from samestep.data.batch import Batch
 from samestep.metrics import Means
-from samestep.step.lane_pass import overriding
+from samestep.step.lane_pass import call_each, overriding
 
 
 class EndedStep(NamedTuple):
@@ -64,16 +65,7 @@ class RunPlugins:
     """The plugins of a run, of which each call reaches those that override its method."""
 
     def __init__(self, plugins: Sequence[RunPlugin]) -> None:
-        def each(method: str) -> Callable[..., None]:
-            having = overriding(plugins, RunPlugin, method)
-            calls = [getattr(plugin, method) for plugin in having]
-
-            def call(*arguments: Any, **options: Any) -> None:
-                for own in calls:
-                    own(*arguments, **options)
-
-            return call
-
+        each = partial(call_each, plugins, RunPlugin)
         self.begin_loop, self.begin_step = each("begin_loop"), each("begin_step")
         self.add, self.end_step = each("add"), each("end_step")
         self.end_run = each("end_run")

@@ -31,12 +31,9 @@ ss.launch(body, 20, workers=2)
 """
 
 
-@pytest.fixture(scope="module")
-def executed():
-    """Return the cells of a notebook that launches three times, with what they showed."""
-    cells = [
-        nbformat.v4.new_code_cell(source.strip()) for source in (DEFINES, FAILS, IS_STOPPED, WORKS)
-    ]
+def run_cells(*sources):
+    """Return the cells of a notebook, with what they showed."""
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
     notebook = nbformat.v4.new_notebook(cells=cells)
     return NotebookClient(notebook, timeout=300, allow_errors=True).execute().cells
 
@@ -53,24 +50,25 @@ def lines(cell):
     return "".join(output.text for output in outputs_of(cell, "stream", "stdout")).splitlines()
 
 
-def test_a_failure_is_shown_with_what_workers_printed(executed):
-    [error] = outputs_of(executed[1], "error")
+def test_a_failure_is_shown_with_what_workers_printed_and_a_later_launch_returns_its_result():
+    _, failed, worked = run_cells(DEFINES, FAILS, WORKS)
+    [error] = outputs_of(failed, "error")
     assert error.ename == "WorkerError"
     assert error.evalue.startswith("worker 1 failed first: ValueError: unlucky")
-    assert sorted(lines(executed[1])) == ["[1] worker 1 has 27", "worker 0 has 27"]
+    assert sorted(lines(failed)) == ["[1] worker 1 has 27", "worker 0 has 27"]
+
+    first, *others = lines(worked)
+    assert first == "from the notebook"
+    assert sorted(others) == ["[1] worker 1 has 41", "worker 0 has 41"]
+    [result] = outputs_of(worked, "execute_result")
+    assert result.data["text/plain"] == "tensor(41)"
+    log = "".join(output.text for output in outputs_of(worked, "stream", "stderr"))
+    assert [line.split()[0] for line in log.splitlines()] == ["samestep:"] * 2
 
 
 @pytest.mark.long
-def test_the_stop_button_stops_the_workers(executed):
-    [error] = outputs_of(executed[2], "error")
+def test_the_stop_button_stops_the_workers_and_a_later_launch_works():
+    _, stopped, worked = run_cells(DEFINES, IS_STOPPED, WORKS)
+    [error] = outputs_of(stopped, "error")
     assert error.ename == "KeyboardInterrupt"
-
-
-def test_a_launch_after_others_prints_and_returns_its_result(executed):
-    first, *others = lines(executed[3])
-    assert first == "from the notebook"
-    assert sorted(others) == ["[1] worker 1 has 41", "worker 0 has 41"]
-    [result] = outputs_of(executed[3], "execute_result")
-    assert result.data["text/plain"] == "tensor(41)"
-    log = "".join(output.text for output in outputs_of(executed[3], "stream", "stderr"))
-    assert [line.split()[0] for line in log.splitlines()] == ["samestep:"] * 2
+    assert lines(worked)[0] == "from the notebook"

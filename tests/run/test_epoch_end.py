@@ -15,7 +15,7 @@ from samestep.launch import launch
 from tests.run.test_stages import EXAMPLES, fit, loss_fn, start
 
 PLACES = ["loop", "evaluation", "schedule", "snapshot", "patience"]
-EPOCHS, STEPS = 4, 4
+EPOCHS, STEPS = 3, 4
 
 
 class InterruptionError(Exception):
@@ -71,7 +71,7 @@ class Job:
 def undisturbed():
     with start(None) as run:
         rate, waited, epochs, *rest = Job()(run)
-    assert (rate, waited, [epoch for epoch, _ in epochs]) == (0.5**5, 3, [0, 1, 2, 3])
+    assert (rate, waited, [epoch for epoch, _ in epochs]) == (0.5**4, 2, [0, 1, 2])
     return rate, waited, epochs, *rest
 
 
@@ -87,7 +87,7 @@ def interrupted(job, directory, **options):
 @pytest.mark.parametrize("every", ["1", str(STEPS), "3"])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_rest_of_an_interrupted_epoch_is_done_once(undisturbed, tmp_path, place, every):
-    for epoch in (1, 2, 2, EPOCHS - 1):  # twice in the same one
+    for epoch in (1, 1, EPOCHS - 1):  # twice in the same one
         interrupted(Job(epoch, place), tmp_path, snapshot_every=every)
     with start(tmp_path) as run:
         assert run.epoch == EPOCHS - 1

@@ -15,11 +15,11 @@ from tests.run import kinds
 
 # workers, and devices of each; eight lanes are 3, 3 and 2 on three devices
 ALL = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2))
-SOME = ((1, 1), (3, 1), (2, 2))
+SEVERAL_WORKERS, SEVERAL_DEVICES = ((1, 1), (3, 1)), ((1, 1), (2, 2))
 long = pytest.mark.long
 
 
-def fingerprint_of(job, folder, *, sizes=SOME, **options):
+def fingerprint_of(job, folder, *, sizes=SEVERAL_WORKERS, **options):
     """Return the fingerprint of a job, which must be equal for all (workers, devices)."""
     first, *others = (
         left_by(
@@ -35,14 +35,14 @@ def fingerprint_of(job, folder, *, sizes=SOME, **options):
     return first
 
 
-OFTEN = [
-    image_job,
-    kinds.three_samples_job,
-    kinds.experts_job,
-    kinds.buffers_job,
-    kinds.streams_job,
-    kinds.mixed_dtypes_job,
-]
+OFTEN = {
+    image_job: SEVERAL_DEVICES,
+    kinds.three_samples_job: SEVERAL_WORKERS,
+    kinds.experts_job: SEVERAL_DEVICES,
+    kinds.buffers_job: SEVERAL_WORKERS,
+    kinds.streams_job: SEVERAL_DEVICES,
+    kinds.mixed_dtypes_job: SEVERAL_WORKERS,
+}
 SELDOM = [
     kinds.adversarial_job,
     kinds.words_job,
@@ -55,10 +55,10 @@ SELDOM = [
 @pytest.mark.parametrize(
     ("job", "sizes"),
     [
-        *(pytest.param(job, SOME, id=job.__name__) for job in OFTEN),
+        *(pytest.param(job, sizes, id=job.__name__) for job, sizes in OFTEN.items()),
         *(
             pytest.param(job, ALL, id=f"{job.__name__}, all sizes", marks=long)
-            for job in OFTEN + SELDOM
+            for job in [*OFTEN, *SELDOM]
         ),
     ],
 )
@@ -75,12 +75,14 @@ def test_workers_without_shared_memory_give_the_same_bits(job, tmp_path, monkeyp
     assert left_by(job, tmp_path / "not sharing", 3, lanes=8) == sharing
 
 
-def test_bfloat16_autocast_gives_the_same_bits(tmp_path):
-    sizes = ((1, 1), (3, 1))
-    options = {"sizes": sizes, "precision": "bfloat16"}
-    assert fingerprint_of(image_job, tmp_path / "bfloat16", **options) != left_by(
-        image_job, tmp_path / "float32", 1, lanes=8
-    )
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return what one worker leaves of the usual job."""
+    return left_by(image_job, tmp_path_factory.mktemp("alone"), 1, lanes=8)
+
+
+def test_bfloat16_autocast_gives_the_same_bits(alone, tmp_path):
+    assert fingerprint_of(image_job, tmp_path, precision="bfloat16") != alone
 
 
 class Casts(TorchDispatchMode):
@@ -158,17 +160,13 @@ def test_a_loss_of_the_whole_batch_gives_the_same_bits(unsharded, sharded, tmp_p
     sharding_changes_nothing(kinds.contrastive_job, tmp_path, unsharded, sharded)
 
 
-def test_lanes_need_not_be_a_power_of_two(tmp_path):
-    assert fingerprint_of(image_job, tmp_path / "7", sizes=((1, 1), (2, 3)), lanes=7) != left_by(
-        image_job, tmp_path / "8", 1, lanes=8
-    )
+def test_lanes_need_not_be_a_power_of_two(alone, tmp_path):
+    assert fingerprint_of(image_job, tmp_path, sizes=((1, 1), (2, 3)), lanes=7) != alone
 
 
-def test_another_seed_gives_different_bits(tmp_path):
-    first, other = (
-        left_by(image_job, tmp_path / str(seed), 1, lanes=8, seed=seed) for seed in (0, 1)
-    )
-    same = {name for name in first if first[name] == other[name]}
+def test_another_seed_gives_different_bits(alone, tmp_path):
+    other = left_by(image_job, tmp_path, 1, lanes=8, seed=1)
+    same = {name for name in alone if alone[name] == other[name]}
     assert not any(name.startswith(("/model/head", "loss")) for name in same)
 
 

@@ -67,7 +67,7 @@ def test_the_page_shows_the_good_run_and_says_what_is_wrong_with_the_bad_ones(ru
             read = all(rows[name]["updated"] for name in ("good", *LARGE))
             return (rows, faults) if read and faults.keys() >= UNREADABLE.keys() else None
 
-        rows, faults = until(answers)
+        rows, faults = until(answers, 0.5)  # each answer is about ten thousand curves
         assert rows.keys() == {"good", *LARGE, *UNREADABLE}
         assert rows["good"]["principal"] == {
             "role": "loss",

@@ -13,7 +13,7 @@ from samestep.errors import ConfigError, SnapshotError
 from samestep.record.sinks import find_function
 from samestep.snapshot import hooks, load
 from samestep.snapshot.commit import keep_newest
-from samestep.snapshot.hooks import Hook, Mirror
+from samestep.snapshot.hooks import Mirror
 from samestep.snapshot.manifest import NAME
 from samestep.snapshot.remote import RemoteDirectory
 from tests.faults import flip_byte
@@ -23,14 +23,15 @@ from tests.snapshot.faulty import HASTY, URL, failing
 from tests.snapshot.saving import save, save_once, small_state, team
 
 
-def hook_of(make_pass):
-    """Return a hook whose passes call a function."""
+def mirror_of(make_pass):
+    """Return a mirror whose passes call a function; the first one begins at once."""
 
-    class Passes(Hook):
+    class Passes(Mirror):
         def _make_pass(self):
             make_pass()
 
-    return Passes("passes")
+    remote = RemoteDirectory(URL, HASTY)
+    return Passes(remote, Path(), keep_last=1, keep_best=0, report=lambda *_, **__: None)
 
 
 def test_requests_during_a_pass_cause_one_more():
@@ -42,9 +43,7 @@ def test_requests_during_a_pass_cause_one_more():
         assert may_end.acquire(timeout=300)
         passes.append(None)
 
-    background = hook_of(make_pass)
-    background.finish()
-    background.on_commit(Path())
+    background = mirror_of(make_pass)
     assert begun.acquire(timeout=300)
     for _ in range(3):
         background.on_commit(Path())
@@ -65,8 +64,7 @@ def test_closing_waits_only_for_the_grace_period_and_starts_no_pass(monkeypatch)
         begun.release()
         may_end.wait(300)
 
-    background = hook_of(make_pass)
-    background.on_commit(Path())
+    background = mirror_of(make_pass)
     assert begun.acquire(timeout=300)
     background.on_commit(Path())
     background.close()
@@ -249,11 +247,11 @@ def test_a_failing_storage_is_reported_once_until_it_works_again(tmp_path, remot
     save_once(tmp_path, 1, small_state(1))
     far.before = staticmethod(failing(100, PermissionError("denied")))
     with mirroring(tmp_path) as (mirror, reported), caplog.at_level(logging.WARNING, "samestep"):
-        for _ in range(3):
+        for number in range(4):
             with pytest.raises(SnapshotError) as caught:
                 mirror.finish()
-            mirror.on_commit(tmp_path)
-        Hook.finish(mirror)
+            if number < 3:
+                mirror.on_commit(tmp_path)
         far.before = staticmethod(lambda operation, path: None)
         mirror.on_commit(tmp_path)
         mirror.finish()

@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 SECONDS = 240.0
 
 
-def until(condition: Callable[[], Result]) -> Result:
+def until(condition: Callable[[], Result], pause: float = 0.02) -> Result:
     """Wait until a condition is true, and return its result."""
     deadline = time.monotonic() + SECONDS
     while not (result := condition()):
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
+        time.sleep(pause)
     return result
 
 

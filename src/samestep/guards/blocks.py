@@ -96,13 +96,11 @@ def _parts(roots: Mapping[str, Any]) -> Iterator[tuple[Reference, Any, bool]]:
             yield from ((reference, value, is_module) for reference, value in parts)
         code = getattr(holder, "__code__", None)
         if isinstance(code, CodeType) and is_users(code.co_filename):
-            for name in _assigned_globals(code):
-                names = holder.__globals__
-                yield Reference(name, dict.__getitem__, names, name), names.get(name), False
-
-
-def _assigned_globals(code: CodeType) -> list[str]:
-    return [each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"]
+            names = holder.__globals__
+            for each in dis.get_instructions(code):
+                if each.opname == "STORE_GLOBAL":
+                    reference = Reference(each.argval, dict.__getitem__, names, each.argval)
+                    yield reference, names.get(each.argval), False
 
 
 def _mark(value: Any, *, of_module: bool) -> tuple[Any, ...] | None:

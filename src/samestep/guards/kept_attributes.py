@@ -1,8 +1,14 @@
 """Refusals of what forward passes keep in attributes of modules, which are in no snapshot.
 
-A module that initializes itself from the first samples it sees, and notes that in a flag, would do
-so again after a resume, unless the flag is a buffer: an error. Counters and averages would begin
-anew: a line. The first passes are compared. A cache changes in the first one only, or its form.
+The attributes and tensors of the user's modules are compared before and after each of the first
+passes of this worker. Two kinds of state are told from caches:
+
+- A module initializes itself from the first samples, and notes that in a flag: the first pass sets
+  a flag that the code reads and writes a tensor, and the second one changes neither. After a resume
+  it would initialize itself again, unless the flag is a buffer, so that is an error.
+- Counters and averages: each pass reads an attribute, then gives it another value of the same form.
+  They would begin anew after a resume, which a line says. A cache changes in the first pass only,
+  or changes its form when it grows.
 """
 
 from __future__ import annotations
@@ -128,18 +134,15 @@ class KeptAttributes(StepPlugin):
         yield
         after = zip(tensors, values, self._values([*tensors.values()]), strict=True)
         written = {number for number, old, new in after if old != new}
-        self._looks += 1
         changed = [(owner, owner.changes()) for owner in before]
+        self._looks += 1
         if self._looks == 1:
-            self._starts = [
-                start
-                for owner, changes in changed
-                for start in _starts(owner, changes, written, loss_code)
-            ]
+            for owner, changes in changed:
+                self._starts += _starts(owner, changes, written, loss_code)
         elif self._looks == 2:
-            flags = {f"{owner.name}.{name}" for owner, changes in changed for name in changes}
+            names = {f"{owner.name}.{name}" for owner, changes in changed for name in changes}
             for start in self._starts:
-                if start.flag not in flags and id(start.tensor) not in written:
+                if start.flag not in names and id(start.tensor) not in written:
                     self._error = _initialized(start, self._engine.lanes)
         for owner, changes in changed:
             self._changes.update(f"{owner.name}.{name}" for name in _kept(owner, changes))
@@ -207,26 +210,30 @@ def _starts(
     initialized = [(name, value) for name, value in owner.tensors.items() if id(value) in written]
     if not initialized:
         return
+    path, tensor = initialized[0]
     codes = [*owner.codes(), *([loss_code] if isinstance(loss_code, CodeType) else [])]
     for name, (before, now) in changes.items():
-        is_flag = now.content in FLAGS and (before is None or before.content in FLAGS)
-        is_flag = is_flag or (now.is_tensor and before is not None and now.form[2] == torch.bool)
-        if is_flag and any(_first_use(code, name) in {*READS, "LOAD_CONST"} for code in codes):
-            path, tensor = initialized[0]
+        uses = (_first_use(code, name) for code in codes)
+        if _may_be_flag(before, now) and not {*READS, "LOAD_CONST"}.isdisjoint(uses):
             yield _Start(f"{owner.name}.{name}", f"{owner.name}.{path}", tensor)
+
+
+def _may_be_flag(before: Mark | None, now: Mark) -> bool:
+    if now.is_tensor:
+        return before is not None and now.form[2] == torch.bool
+    return now.content in FLAGS and (before is None or before.content in FLAGS)
 
 
 def _kept(owner: _Owner, changes: Mapping[str, Change]) -> Iterator[str]:
     """Yield the names of attributes that a pass has read and then changed, not of caches."""
-    are_alike = {
-        name: before is not None and before.form == now.form
+    same_form = {
+        name: (before, now)
         for name, (before, now) in changes.items()
+        if before is not None and before.form == now.form
     }
-    if any(now.is_tensor and not are_alike[name] for name, (_, now) in changes.items()):
+    if any(now.is_tensor for name, (_, now) in changes.items() if name not in same_form):
         return  # a cache has grown, and numbers tell its size
-    for name, (before, now) in changes.items():
-        if before is None or not are_alike[name]:
-            continue
+    for name, (before, now) in same_form.items():
         is_in_place = now.is_tensor and now.content[0] == before.content[0]
         if is_in_place or any(
             _first_use(code, name) in READS and _stores(code, name) for code in owner.codes()

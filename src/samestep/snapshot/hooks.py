@@ -1,7 +1,6 @@
-"""Post-commit hooks: threads on one worker that process every committed snapshot.
+"""The copies of a run's snapshots in a remote storage, made by a thread of one worker.
 
-The only kind mirrors the snapshots to a remote storage. The function of the option `transfer` gets
-their files from the exporter, with the record.
+The function of the option `transfer` gets their files from the exporter, with the record.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 from samestep.config import Config
 from samestep.errors import SnapshotError
@@ -28,17 +25,37 @@ from samestep.storage import StorageError
 CLOSE_SECONDS: Final = 2.0
 
 
-class Hook(ABC):
-    """A thread that runs a pass after commits; a pass handles its own errors.
+class Mirror:
+    """Copies a run's snapshots to a remote storage, and removes old ones there.
 
-    All requests during a pass cause one more pass.
+    A thread makes a pass after commits; all requests during a pass cause one more. Every pass
+    compares both sides, so it completes the work of an interrupted pass or process. `keep_last` and
+    `keep_best` apply to the snapshots of both sides together. `set_aside` is (a step, a folder):
+    remote snapshots of later steps belong to another history, and the first pass moves them to that
+    folder. Snapshots of runs other than the `owner`'s stay where they are. `report(kind, **fields)`
+    runs in the thread.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        remote: RemoteDirectory,
+        directory: Path,
+        *,
+        keep_last: int,
+        keep_best: int,
+        report: Callable[..., object],
+        set_aside: tuple[int, str] | None = None,
+        owner: RemoteOwner | None = None,
+    ) -> None:
+        self._remote, self._directory, self._report = remote, directory, report
+        self._owner = owner
+        self._keep_last, self._keep_best, self._set_aside = keep_last, keep_best, set_aside
+        self._failure: str | None = None
         self._changed = threading.Condition()  # guards the flags below
-        self._requested = self._busy = self._closed = False
+        self._busy = self._closed = False
+        self._requested = True  # an earlier process may have left some to copy
         # It ends with the process: a storage that hangs must not keep a finished run alive.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="copy snapshots", daemon=True)
         self._thread.start()
 
     def on_commit(self, path: Path) -> None:
@@ -48,19 +65,23 @@ class Hook(ABC):
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until every requested pass is over. Raises `SnapshotError` if the work failed."""
+        """Wait until the remote storage is complete. Raises `SnapshotError` if it is not."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._requested or self._busy))
+        if self._failure is not None:
+            raise SnapshotError(
+                f"the last snapshot is complete in {self._directory}, but could not be copied to "
+                f"{self._remote.url}: {self._failure}. Start the run again once the "
+                "storage works; only missing files are sent, and no step is repeated"
+            )
 
     def close(self) -> None:
         """Start no further pass. If the current one does not end soon, it ends with the process."""
+        self._remote.storage.given_up.set()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
-
-    @abstractmethod
-    def _make_pass(self) -> None: ...
 
     def _run(self) -> None:
         while True:
@@ -80,50 +101,6 @@ class Hook(ABC):
                     self._closed = True
                     self._changed.notify_all()
                 raise
-
-
-class Mirror(Hook):
-    """Copies a run's snapshots to a remote storage, and removes old ones there.
-
-    `keep_last` and `keep_best` apply to the snapshots of both sides together. Every pass compares
-    both sides, so it completes the work of an interrupted pass or process. `set_aside` is (a step,
-    a folder): remote snapshots of later steps belong to another history, and the first pass moves
-    them to that folder. Snapshots of runs other than the `owner`'s stay where they are.
-    `report(kind, **fields)` runs in another thread.
-    """
-
-    def __init__(
-        self,
-        remote: RemoteDirectory,
-        directory: Path,
-        *,
-        keep_last: int,
-        keep_best: int,
-        report: Callable[..., object],
-        set_aside: tuple[int, str] | None = None,
-        owner: RemoteOwner | None = None,
-    ) -> None:
-        self._remote, self._directory, self._report = remote, directory, report
-        self._owner = owner
-        self._keep_last, self._keep_best, self._set_aside = keep_last, keep_best, set_aside
-        self._failure: str | None = None
-        super().__init__("copy snapshots")
-        self.on_commit(directory)  # an earlier process may have left some to copy
-
-    def finish(self) -> None:
-        """Wait until the remote storage is complete. Raises `SnapshotError` if it is not."""
-        super().finish()
-        if self._failure is not None:
-            raise SnapshotError(
-                f"the last snapshot is complete in {self._directory}, but could not be copied to "
-                f"{self._remote.url}: {self._failure}. Start the run again once the "
-                "storage works; only missing files are sent, and no step is repeated"
-            )
-
-    def close(self) -> None:
-        """Stop copying."""
-        self._remote.storage.given_up.set()
-        super().close()
 
     def _make_pass(self) -> None:
         try:
@@ -225,66 +202,29 @@ def _is_same(manifest: Manifest, other: Manifest | None) -> bool:
     return other is not None and manifest.attempt == other.attempt
 
 
-class PostCommitHooks:
-    """The hooks of the option `remote`, on the one worker that `acts`.
+def open_mirror(
+    config: Config,
+    *,
+    attempt: str,
+    start: int,
+    owner: RemoteOwner | None,
+    report: Callable[..., object],
+) -> Mirror | None:
+    """Return the mirror of the option `remote`, None without it.
 
     `start` is the step that the run continues from, or -1, and `owner` its entry at the remote.
     Raises `ConfigError` if an option is wrong.
     """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        acts: bool,
-        attempt: str,
-        start: int,
-        owner: RemoteOwner | None = None,
-        on_news: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._on_news = on_news  # called by a thread when there is an event to report
-        self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
-        self._hooks: list[Hook] = []
-        if not acts or config.dir is None:
-            return
-        if config.remote is not None:
-            remote = RemoteDirectory(config.remote)
-            remote.storage.open()
-            set_aside = superseded(config.dir, remote.url)  # left by an earlier start
-            if config.resume != "auto":
-                # A move that was interrupted goes on, from the earlier of the two steps.
-                start = min(start, set_aside[0]) if set_aside else start
-                set_aside = start, f"superseded-{attempt}"
-                # before the first pass, so that a kill does not lose it
-                set_superseded(config.dir, remote.url, *set_aside)
-            limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
-            # starts with a pass
-            mirror = Mirror(
-                remote, config.dir, **limits, report=self._queue, set_aside=set_aside, owner=owner
-            )
-            self._hooks.append(mirror)
-
-    def _queue(self, kind: str, **fields: Any) -> None:
-        self._events.put((kind, fields))  # `report_events` takes them out between steps
-        self._on_news()
-
-    def on_commit(self, path: Path) -> None:
-        """Pass a snapshot to all hooks."""
-        for hook in self._hooks:
-            hook.on_commit(path)
-
-    def report_events(self, report: Callable[..., object]) -> None:
-        """Report the events since the last call, in the calling thread."""
-        while not self._events.empty():
-            kind, fields = self._events.get()
-            report(kind, **fields)
-
-    def finish(self) -> None:
-        """Wait until all work is done. Raises `SnapshotError` if some failed."""
-        for hook in self._hooks:
-            hook.finish()
-
-    def close(self) -> None:
-        """Start no further work; what does not end soon ends with the process."""
-        for hook in self._hooks:
-            hook.close()
+    if config.dir is None or config.remote is None:
+        return None
+    remote = RemoteDirectory(config.remote)
+    remote.storage.open()
+    set_aside = superseded(config.dir, remote.url)  # left by an earlier start
+    if config.resume != "auto":
+        # A move that was interrupted goes on, from the earlier of the two steps.
+        start = min(start, set_aside[0]) if set_aside else start
+        set_aside = start, f"superseded-{attempt}"
+        # before the first pass, so that a kill does not lose it
+        set_superseded(config.dir, remote.url, *set_aside)
+    limits = {"keep_last": config.keep_last, "keep_best": config.keep_best}
+    return Mirror(remote, config.dir, **limits, report=report, set_aside=set_aside, owner=owner)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +18,7 @@ from samestep.config import Config
 from samestep.errors import SnapshotError
 from samestep.record import Record
 from samestep.snapshot.commit import keep_newest
-from samestep.snapshot.hooks import PostCommitHooks
+from samestep.snapshot.hooks import Mirror, open_mirror
 from samestep.snapshot.in_memory import InMemorySnapshots, Saving
 from samestep.snapshot.owner import Owner, RemoteOwner
 from samestep.snapshot.part import Contribution
@@ -305,17 +306,15 @@ class SnapshotManager:
         self._prepared = config.snapshot_every is None
         self._warned = self._prepared  # that nothing is tracked
         self._warned_of_structure = world.rank != 0  # that a start cannot load snapshots
-        start = last_own_step(config, resumed, owner)
-        self._hooks = PostCommitHooks(
-            config,
-            acts=world.rank == 0,
-            attempt=attempt,
-            start=start,
-            owner=remote_owner,
-            on_news=self._news.set,
-        )
+        self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()  # of the mirror
+        self._mirror: Mirror | None = None
+        if world.rank == 0:
+            start = last_own_step(config, resumed, owner)
+            self._mirror = open_mirror(
+                config, attempt=attempt, start=start, owner=remote_owner, report=self._queue
+            )
         self._writer: SnapshotWriter | None = None
-        # All workers write, each its part. Only rank 0 commits and removes, and only it runs hooks.
+        # All workers write, each its part. Only rank 0 commits, removes and mirrors.
         if config.dir is not None and writes:
             self._writer = SnapshotWriter(
                 config.dir,
@@ -327,7 +326,7 @@ class SnapshotManager:
                 verified=[] if resumed is None or resumed.in_memory else [resumed.path],
                 report=record.event,
                 before_commit=record.sync,
-                on_commit=self._hooks.on_commit,
+                on_commit=(lambda _: None) if self._mirror is None else self._mirror.on_commit,
                 on_news=self._news.set,
                 timeout_seconds=max(COMMIT_SECONDS, config.timeout),
             )
@@ -369,7 +368,7 @@ class SnapshotManager:
         if self._news.is_set():
             self._news.clear()  # first: more may come
             self._writer.raise_if_failed()
-            self._hooks.report_events(self._record.event)
+            self._report_events()
         if self._remote_owner is not None:
             self._remote_owner.check()
         if not self._prepared and self.is_enabled:
@@ -492,13 +491,22 @@ class SnapshotManager:
         if self._config.dir is not None and self._writer is not None:
             keep_newest(self._config.dir, reason)
 
+    def _queue(self, kind: str, **fields: Any) -> None:
+        self._events.put((kind, fields))  # in the mirror's thread
+        self._news.set()
+
+    def _report_events(self) -> None:
+        while not self._events.empty():
+            kind, fields = self._events.get()
+            self._record.event(kind, **fields)
+
     def wait(self) -> None:
         """Wait until the last snapshot is committed. Raises `SnapshotError` if that failed."""
         if self._writer is not None:
             self._writer.wait()
 
     def finish(self) -> None:
-        """Wait until the last snapshot is committed, and the hooks are done.
+        """Wait until the last snapshot is committed, and the mirror is complete.
 
         Raises `SnapshotError` if that failed.
         """
@@ -508,13 +516,15 @@ class SnapshotManager:
         # snapshots, which may be cut short.
         self._writer.wait()
         try:
-            self._hooks.finish()
+            if self._mirror is not None:
+                self._mirror.finish()
             self._writer.wait(TIDY_SECONDS)
         finally:
-            self._hooks.report_events(self._record.event)
+            self._report_events()
 
     def close(self) -> None:
         """Stop writing."""
         if self._writer is not None:
             self._writer.close()
-        self._hooks.close()  # after the writer, which calls them
+        if self._mirror is not None:
+            self._mirror.close()  # after the writer, which calls it

@@ -46,13 +46,10 @@ def structure_of(item: Any) -> Structure:
         adapting = tuple(
             f"{name}." if name else ""
             for name, owner in item.named_modules()
-            if adapts_to_states(owner) or (owner is item and _loads_itself(item))
+            if adapts_to_states(owner)
+            or (owner is item and type(item).load_state_dict is not Module.load_state_dict)
         )
     return Structure(_parts(item, None, adapting), adapting)
-
-
-def _loads_itself(item: Module) -> bool:
-    return type(item).load_state_dict is not Module.load_state_dict
 
 
 def _parts(item: Any, state: Any, adapting: tuple[str, ...]) -> dict[str, Any]:

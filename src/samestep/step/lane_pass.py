@@ -146,41 +146,38 @@ def overriding(plugins: Sequence[Plugin], kind: type[Plugin], method: str) -> li
     return [plugin for plugin in plugins if getattr(type(plugin), method) is not default]
 
 
+def call_each(plugins: Sequence[Plugin], kind: type[Plugin], method: str) -> Callable[..., None]:
+    """Return what calls a method of all plugins of a kind that override it."""
+    calls = [getattr(plugin, method) for plugin in overriding(plugins, kind, method)]
+
+    def call(*arguments: Any, **options: Any) -> None:
+        for own in calls:
+            own(*arguments, **options)
+
+    return call
+
+
 class StepPlugins:
-    """The plugins of a run, of which each step calls what they have."""
+    """The plugins of a run, of which each call reaches those that override its method."""
 
     def __init__(self, plugins: Sequence[StepPlugin] = ()) -> None:
         self._all = plugins
+        each = partial(call_each, plugins, StepPlugin)
+        self.begin, self.loss = each("begin"), each("loss")
+        self.after_lane, self.end = each("after_lane"), each("end")
         having = partial(overriding, plugins, StepPlugin)
-        self._begin, self._lane, self._after = map(having, ("begin", "lane", "after_lane"))
-        self._loss = having("loss")
-        self._report, self._compare, self._end = map(having, ("report", "compare", "end"))
-        self._blocks = having("blocks")
+        self._lane, self._blocks = having("lane"), having("blocks")
+        self._report, self._compare = having("report"), having("compare")
 
     def without(self, plugin: StepPlugin) -> StepPlugins:
         """Return the others, after a plugin has seen enough."""
         return StepPlugins([each for each in self._all if each is not plugin])
-
-    def begin(self, lane_pass: LanePass) -> None:
-        """Prepare all of them for a step."""
-        for plugin in self._begin:
-            plugin.begin(lane_pass)
 
     def lane(self, lane_pass: LanePass, lane: int, batch: Any) -> AbstractContextManager[Any]:
         """Return a context for a lane: those of all of them, the first one outermost."""
         contexts = [plugin.lane(lane_pass, lane, batch) for plugin in self._lane]
         contexts = [context for context in contexts if context is not NO_CONTEXT]
         return _nested(contexts) if contexts else NO_CONTEXT
-
-    def loss(self, lane_pass: LanePass, lane: int, loss: Tensor) -> None:
-        """Let all of them look at the loss of a lane."""
-        for plugin in self._loss:
-            plugin.loss(lane_pass, lane, loss)
-
-    def after_lane(self, lane_pass: LanePass, lane: int, gradients: Gradients) -> None:
-        """Let all of them look at the gradients of a lane."""
-        for plugin in self._after:
-            plugin.after_lane(lane_pass, lane, gradients)
 
     def report(self) -> list[Callable[[], Any]]:
         """Return what returns the report of each, as JSON."""
@@ -191,11 +188,6 @@ class StepPlugins:
         for plugin, own in zip(self._report, zip(*reports, strict=True), strict=True):
             if plugin in self._compare:
                 plugin.compare(own)
-
-    def end(self, result: StepResult) -> None:
-        """Let all of them look at the results of the step."""
-        for plugin in self._end:
-            plugin.end(result)
 
     def blocks(self, fn: LossFn, model: Any, own_blocks: int) -> list[Callable[[], object]]:
         """Prepare all of them for an evaluation; return what they do after each block."""
