@@ -536,14 +536,26 @@ def look_into_sharded_layers():
     model = TwoLayers()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    seen = []
-    internals.fully_shard_all([model.first, model], mesh, before=seen.append)
+    seen, complete, own = [], *torch.zeros(2, 2, 4)
+
+    def after():
+        internals.gather_in_place(model.second.weight, complete, own)
+        complete.copy_(own)  # as in memory that workers share
+
+    internals.fully_shard_all([model.first, model], mesh, before=seen.append, after=after)
     assert seen == [model.first, model]
     internals.copy_with(model, lambda module, _: module is model)
     assert copy.deepcopy(model) is True
     # a unit may be called before the root, and nothing is reduced
     model.first(torch.ones(1, 3)).sum().backward()
     assert model.first.weight.grad is None
+    with torch.no_grad():
+        assert model.second.weight.to_local().data_ptr() == own.data_ptr()
+        before = model(torch.ones(1, 3))
+        complete.zero_()
+        assert torch.equal(model(torch.ones(1, 3)), model.second.bias.to_local()[None])
+        complete.copy_(own)
+        assert torch.equal(model(torch.ones(1, 3)), before)
     assert model in internals.SHARDED
     kind, hooks = type(model), len(model._forward_pre_hooks)
     with internals.without_fsdp(model):

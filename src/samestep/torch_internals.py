@@ -575,11 +575,18 @@ def can_shard_fully() -> bool:
     return hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather")
 
 
-def fully_shard_all(modules: Sequence[Any], mesh: Any, *, before: Callable[[Module], None]) -> None:
+def fully_shard_all(
+    modules: Sequence[Any],
+    mesh: Any,
+    *,
+    before: Callable[[Module], None],
+    after: Callable[[], None],
+) -> None:
     """Shard modules, the root last, with FSDP2, which reduces no gradients.
 
     It frees parameters after each forward pass of a module, and after backward. A unit may be
-    called before the root. `before` is called with each module first.
+    called before the root. `before` is called with each module first, and `after` before FSDP2
+    looks for parameters that `gather_in_place` got.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -589,7 +596,27 @@ def fully_shard_all(modules: Sequence[Any], mesh: Any, *, before: Callable[[Modu
     SHARDED.update(modules)
     root = modules[-1]
     root.set_requires_gradient_sync(False)
+    after()
     root._get_fsdp_state()._lazy_init()  # noqa: SLF001
+
+
+def gather_in_place(parameter: Any, complete: Tensor, own: Tensor) -> None:
+    """Let FSDP2 use memory that all workers share instead of gathering a sharded parameter.
+
+    Both tensors are in it, and have padded rows, as many of each worker. `complete` computes, and
+    `own`, of this worker, becomes the local tensor of the parameter and takes its values. FSDP2
+    asks local tensors for these two functions, its extension for subclasses; what it gathers then
+    is a byte of each worker.
+    """
+    rows, byte = parameter._local_tensor, torch.zeros(1, dtype=torch.uint8)  # noqa: SLF001
+    with torch.no_grad():
+        own[: len(rows)] = rows
+    vars(own).update(
+        fsdp_pre_all_gather=lambda mesh: ((byte,), mesh),
+        # without `out`, the result is what computes, and what is freed with it
+        fsdp_post_all_gather=lambda *_, out=None: (complete, ()) if out is None else None,
+    )
+    parameter._local_tensor = own  # noqa: SLF001
 
 
 def step_hook_numbers(optimizer: Optimizer) -> list[int]:

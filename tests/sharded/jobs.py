@@ -80,6 +80,7 @@ def loss_fn(model, batch):
 
 
 def train(run, model, optimizer, loss=loss_fn, data=None, *, batch_size=16, clip=None, steps=6):
+    run.track(model=model, optimizer=optimizer)
     for batch in run.batches(texts() if data is None else data, batch_size, steps=steps):
         run.backward(loss, model, batch)
         if clip is not None:
@@ -282,7 +283,7 @@ def averaged(run, shard):
         plain.update_parameters(model)
         with torch.no_grad():
             for own, other in zip(twin.parameters(), model.parameters(), strict=True):
-                own.mul_(0.5).add_(0.5 * other.detach())
+                own.mul_(0.5).sub_(0.5 * (1 - other.detach()))
         losses.append(run.evaluate(loss_fn, mean, texts(20), 16)["loss"])
         losses.append(run.evaluate(loss_fn, twin, texts(20), 16)["loss"])
     with torch.no_grad(), run.full_parameters(model):

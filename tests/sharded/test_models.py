@@ -278,6 +278,12 @@ def summed_rows(run):
     (sharded(run).embedding.weight.detach() * 2).sum()
 
 
+def summed_into_rows(run):
+    weight = sharded(run).embedding.weight
+    with torch.no_grad():
+        torch.add(weight, weight, out=weight)
+
+
 def copied_block(run):
     copy.deepcopy(sharded(run).blocks[0])
 
@@ -333,6 +339,7 @@ def edited(run):
         (mixed_rows, ModelError, "read by lerp_"),
         (shown_rows, ModelError, "read by tolist"),
         (summed_rows, ModelError, "read by sum"),
+        (summed_into_rows, ModelError, "read by add with out="),
         (copied_block, ModelError, "cannot be copied alone"),
         (twice_sharded, ModelError, "is sharded already"),
         (trained_copy, ModelError, "or a copy of a sharded model"),

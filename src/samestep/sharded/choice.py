@@ -33,14 +33,14 @@ def units_of(model: Module, units: Units | None) -> list[tuple[str, Module]]:
     else:
         is_unit = units
     named = [(name, module) for name, module in model.named_modules() if name]
-    found = [(name, module) for name, module in named if is_unit(name, module)]
-    if not found and (units is not None or _bytes(model) > MOST_ROOT_BYTES):
+    chosen = [(name, module) for name, module in named if is_unit(name, module)]
+    if not chosen and (units is not None or _bytes(model) > MOST_ROOT_BYTES):
         raise ModelError(
             f"shard='full' found no units in {type(model).__name__}: pass the classes of its"
             " blocks, as in units=(Block,), whose parameters are gathered at once"
         )
-    _refuse_divided(model, [name for name, _ in found])
-    return [*found[::-1], (type(model).__name__, model)]
+    _refuse_divided(model, [name for name, _ in chosen])
+    return [*chosen[::-1], (type(model).__name__, model)]
 
 
 def _is_one(name: str, module: Module, kinds: tuple[type[Module], ...]) -> bool:

@@ -126,11 +126,11 @@ class StreamedSums(Overlap):
         present = {id(p) for n, p in enumerate(parameters) if n not in missing}
         for model in self._models:
             for part in model.parts:
-                if id(part.whole) in present:
+                if id(part.unsharded) in present:
                     part.use()
         for part, total in self._totals:
-            if id(part.whole) in present and part.size:
-                part.add_gradient(scaled(total, part.whole.dtype, scale))
+            if id(part.unsharded) in present and part.size:
+                part.add_gradient(scaled(total, part.unsharded.dtype, scale))
         self._totals = []
         if self._inner is not None:
             of_inner = [place for place, n in enumerate(self._others) if n in missing]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from samestep.comm.base import World
 from samestep.sharded.carry import Piece
+from samestep.torch_internals import gather_in_place
 
-RING: Final = 3  # places for units
 BOX_BYTES: Final = 2 << 20  # of one worker
-PART_ALIGNMENT: Final = 512  # bytes
+ALIGNMENT: Final = 512  # bytes
 
 
 def is_shared(world: World, device: torch.device) -> bool:
@@ -23,37 +24,47 @@ def is_shared(world: World, device: torch.device) -> bool:
 
 
 class GatherMemory:
-    """Memory for gathered units. On a single host, all workers put their rows into the same.
+    """Memory for gathered units. The workers of a single host share all parameters.
 
-    FSDP2 begins a gather before the last one is copied out, and a worker that waits in a gather has
-    copied out the one before that. So three places are enough.
+    There, each worker's rows are in memory that all of them see, so that nothing is gathered, and a
+    gather only waits for the others. Who writes to rows waits before, in `await_readers`.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._places: list[Tensor] = []
-        self._nbytes, self._place = 0, 0
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._world, self._is_shared = world, is_shared(world, device)
 
-    def allocate(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the parameters of all workers; all workers make the same calls."""
-        elements = math.prod(size)
-        if not is_shared(self._world, device):
-            return torch.empty(elements, dtype=dtype, device=device)
-        nbytes = elements * dtype.itemsize
-        if nbytes > self._nbytes:
-            self._places = list(self._world.shared(RING * nbytes)[0].split(nbytes))
-            self._nbytes = nbytes
-        self._place = (self._place + 1) % RING
-        return self._places[self._place][:nbytes].view(dtype)
+    def share(self, parameters: Sequence[Any]) -> None:
+        """Move what FSDP2 has sharded into memory that workers share, if they do. Collective."""
+        if not self._is_shared:
+            return
+        rank, workers = self._world.rank, self._world.size
+        shapes = [(workers, -(-p.shape[0] // workers), *p.shape[1:]) for p in parameters]
+        sizes = [
+            math.prod(shape) * p.dtype.itemsize for shape, p in zip(shapes, parameters, strict=True)
+        ]
+        places = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        memory = self._world.shared(places[-1])[0].numpy()
+        for parameter, shape, size, place in zip(parameters, shapes, sizes, places, strict=False):
+            # of two tensors, so that updates of rows are no changes of what autograd has saved
+            complete, rows = (
+                torch.from_numpy(memory[place : place + size]).view(parameter.dtype).view(shape)
+                for _ in range(2)
+            )
+            gather_in_place(parameter, complete.flatten(0, 1), rows[rank])
 
-    def gather(self, out: Tensor, own: Tensor, what: str) -> None:
+    def gather(self, out: Tensor, rows: Tensor, what: str) -> None:
         """Fill `out` with the rows of all workers, by rank; `own` is this worker's part of it."""
-        if self._places and out.data_ptr() == self._places[self._place].data_ptr():
+        if self._is_shared:
             self._world.barrier_on_host(what)
-        else:
-            if self._world.size > 1 and out.device.type == "cpu":  # GPUs compare orders at the end
-                self._world.barrier(what)  # an error if others are elsewhere
-            self._world.all_gather(out.view(-1), own.view(-1), what)
+            return
+        if self._world.size > 1 and out.device.type == "cpu":  # GPUs compare orders at the end
+            self._world.barrier(what)  # an error if others are elsewhere
+        self._world.all_gather(out.view(-1), rows.view(-1), what)
+
+    def await_readers(self, what: str) -> None:
+        """Wait until no worker computes with the rows of this one any more. Collective."""
+        if self._is_shared:
+            self._world.barrier_on_host(what)
 
 
 class Boxes:
@@ -82,7 +93,7 @@ class Boxes:
         """
         rank, workers = self._world.rank, self._world.size
         if not self._boxes:
-            shape = (2, workers, BOX_BYTES // workers // PART_ALIGNMENT * PART_ALIGNMENT)
+            shape = (2, workers, BOX_BYTES // workers // ALIGNMENT * ALIGNMENT)
             self._boxes = [memory.view(shape) for memory in self._world.shared(math.prod(shape))]
         step = self._boxes[0].shape[2] // dtype.itemsize  # elements
         for start in range(0, max(sizes), step):
@@ -93,8 +104,8 @@ class Boxes:
             self._world.barrier_on_host(what)
             stop = min(start + step, sizes[rank])
             if start < stop:
-                own = [box[rank, : stop - start] for box in boxes[:senders]]
-                yield start, stop, own
+                rows = [box[rank, : stop - start] for box in boxes[:senders]]
+                yield start, stop, rows
 
 
 def _copy(out: Tensor, tensors: Sequence[Tensor], start: int) -> None:
@@ -116,7 +127,7 @@ class Gather:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the parameters of all workers."""
         self._note()
-        return self._memory.allocate(size, dtype, device)
+        return torch.empty(math.prod(size), dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         """Fill `output_tensor` with the `input_tensor` of all workers, by rank."""

@@ -63,7 +63,12 @@ class ShardedModel:
             materialize(module, sharding.device)
 
         modules = [module for _, module in named]
-        fully_shard_all(modules, sharding.mesh, before=allocate)
+        fully_shard_all(
+            modules,
+            sharding.mesh,
+            before=allocate,
+            after=lambda: sharding.memory.share([*model.parameters()]),
+        )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module in named:
             self.units.append(self._unit(name, module, names, values_of))
@@ -77,7 +82,7 @@ class ShardedModel:
         # the root's parameters may be used outside of its forward: it ends with the lane
         for number, unit in enumerate(self.units[:-1]):
             # after FSDP2's own hook, so in backward before it frees the parameters
-            hook = _Weak(self, ShardedModel._before_forward, number)
+            hook = _WeakCall(self, ShardedModel._before_forward, number)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)
 
     @property
@@ -95,25 +100,25 @@ class ShardedModel:
         """Return a unit, whose parts have the module's values unless there are others."""
         sharding = self._sharding
         # weakly, because what a module holds is searched for state of user code
-        note = _Weak(sharding.trace, Trace.add, "gather", len(sharding.trace.names))
+        note = _WeakCall(sharding.trace, Trace.add, "gather", len(sharding.trace.names))
         module.set_custom_all_gather(Gather(sharding.memory, note, f"gathering unit {name!r}"))
         sharded = dict(module.named_parameters())
         module.unshard()
         rank, workers = sharding.world.rank, sharding.world.size
         parts = []
-        for path, whole in module.named_parameters():
-            if whole is not sharded[path]:
-                part = Part(names[id(sharded[path])], sharded[path], whole, rank, workers)
+        for path, unsharded in module.named_parameters():
+            if unsharded is not sharded[path]:
+                part = Part(names[id(sharded[path])], sharded[path], unsharded, rank, workers)
                 parts.append(part)
                 if values_of is None:
-                    part.take(whole)
+                    part.take(unsharded)
         module.reshard()
         if values_of is not None:
             for part in parts:
                 part.set(values_of(part))
         unit = Unit(name, module, parts, sharding)
         for part in parts:
-            guard(part, unit.free)
+            guard(part, unit.await_readers)
         return unit
 
     def _before_forward(self, number: int, _: Module, args: Any, kwargs: Any) -> Any:
@@ -128,21 +133,15 @@ class ShardedModel:
         unit.enter()  # without such inputs, backward does not come back, and it ends with the lane
         if not places:
             return None
-        watched = Left.apply(unit.leave, *[leaves[n] for n in places])  # type: ignore[no-untyped-call]
+        watched = EndOfBackward.apply(unit.leave, *[leaves[n] for n in places])  # type: ignore[no-untyped-call]
         for n, leaf in zip(places, watched, strict=True):
             leaves[n] = leaf
         return tree_unflatten(leaves, spec)
 
     def hold(self) -> None:
-        """Keep units gathered as long as `keep` says, in the lanes of a step.
-
-        The root is needed in all of a lane, so that it takes no more memory to keep it between two.
-        """
+        """Keep units gathered as long as `keep` says, in the lanes of a step."""
         for unit in self.units:
-            is_root = unit is self.units[-1]
-            unit.hold(
-                in_lane=is_root or self.keep != "forward", in_step=is_root or self.keep == "step"
-            )
+            unit.hold(in_lane=self.keep != "forward", in_step=self.keep == "step")
 
     def release(self) -> None:
         """Free what is gathered, and each unit from now on after each forward pass."""
@@ -162,31 +161,31 @@ class ShardedModel:
         All workers have to write the same.
         """
         self.free()
-        whole: dict[int, Parameter] = {}  # by id of the sharded one
+        unsharded: dict[int, Parameter] = {}  # by id of the sharded one
         for unit in self.units:
             unit.gather()
             for part in unit.all_parts:
-                values = part.whole.detach().clone()
-                whole[id(part.sharded)] = Parameter(values, part.whole.requires_grad)
+                values = part.unsharded.detach().clone()
+                unsharded[id(part.sharded)] = Parameter(values, part.unsharded.requires_grad)
             unit.free()
-        with self._having(whole):
+        with self._having(unsharded):
             yield
+            self._sharding.world.barrier("leaving run.full_parameters")  # others may still read
             for part in self.parts:
-                part.take(whole[id(part.sharded)])
-        self._sharding.world.barrier("leaving run.full_parameters")
+                part.take(unsharded[id(part.sharded)])
 
     @contextmanager
-    def _having(self, whole: Mapping[int, Parameter]) -> Iterator[None]:
+    def _having(self, unsharded: Mapping[int, Parameter]) -> Iterator[None]:
         """Let the model be a plain one, with these parameters by id of the sharded ones."""
         places = [
             (registry, name, parameter)
             for registry in map(parameters_in, self.model.modules())
             for name, parameter in registry.items()
-            if id(parameter) in whole
+            if id(parameter) in unsharded
         ]
         with without_fsdp(self.model):
             for registry, name, parameter in places:
-                registry[name] = whole[id(parameter)]
+                registry[name] = unsharded[id(parameter)]
             try:
                 yield
             finally:
@@ -196,14 +195,14 @@ class ShardedModel:
     def plain_copy(self, memo: dict[int, Any]) -> Module:
         """Return a plain copy of the model, with parameters on the meta device."""
         self.free()
-        whole = {
+        unsharded = {
             id(part.sharded): Parameter(
                 torch.empty(part.shape, dtype=part.segment.dtype, device="meta"),
-                part.whole.requires_grad,
+                part.unsharded.requires_grad,
             )
             for part in self.parts
         }
-        with self._having(whole):
+        with self._having(unsharded):
             copied: Module = deepcopy(self.model, memo)
             return copied
 
@@ -229,7 +228,7 @@ def _refuse_copy(_: Module, __: dict[int, Any]) -> Module:
     raise ModelError(NO_COPY)
 
 
-class Left(torch.autograd.Function):
+class EndOfBackward(torch.autograd.Function):
     """Calls a function when backward has passed all that follows in a unit, as FSDP2 does."""
 
     @staticmethod
@@ -245,7 +244,7 @@ class Left(torch.autograd.Function):
         return None, *gradients
 
 
-class _Weak:
+class _WeakCall:
     """A call of a function with an object that it does not keep alive."""
 
     def __init__(self, owner: object, function: Callable[..., Any], *first: Any) -> None:

@@ -16,12 +16,14 @@ from samestep.step.optimizer_state import DividedState
 class ModelState(DividedState):
     """The `state_dict` of the whole module, with the names of the plain one.
 
-    `parts` are those of all models by id of the sharded parameter, and `free` frees what is
-    gathered. All workers save buffers, of which a snapshot keeps one copy.
+    `parts` are those of all models by id of the sharded parameter. `await_readers` frees what all
+    workers have gathered. They all save buffers, of which a snapshot keeps one copy.
     """
 
-    def __init__(self, module: Module, parts: Mapping[int, Part], free: Callable[[], None]) -> None:
-        self._module, self._parts, self._free = module, parts, free
+    def __init__(
+        self, module: Module, parts: Mapping[int, Part], await_readers: Callable[[], None]
+    ) -> None:
+        self._module, self._parts, self._await_readers = module, parts, await_readers
 
     def state_dict(self) -> dict[str, Any]:
         state = self._module.state_dict(keep_vars=True)
@@ -33,13 +35,13 @@ class ModelState(DividedState):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = self._module.state_dict(keep_vars=True)
-        missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
+        present = self._module.state_dict(keep_vars=True)
+        missing, unexpected = present.keys() - state.keys(), state.keys() - present.keys()
         if missing or unexpected:
             raise ValueError(f"missing {sorted(missing)}, unexpected {sorted(unexpected)}")
-        self._free()
+        self._await_readers()
         with torch.no_grad():
-            for name, value in own.items():
+            for name, value in present.items():
                 part = self._parts.get(id(value))
                 if list(value.shape) != list(state[name].shape):
                     raise ValueError(f"{name!r} has shape {list(state[name].shape)}")

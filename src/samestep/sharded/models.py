@@ -46,8 +46,9 @@ class ShardedModels:
     def _sharding(self) -> Sharding:
         world, device = self._world, self._engine.devices[0]
         mesh = mesh_of_workers(world, device, self._engine.config.timeout)
+        memory = GatherMemory(world, device)
         trace, round_to = Trace(world, device), self._engine.round_to
-        return Sharding(world, device, mesh, GatherMemory(world), Boxes(world), trace, round_to)
+        return Sharding(world, device, mesh, memory, Boxes(world), trace, round_to)
 
     def check(self, model: object, keep: Keep) -> None:
         """Raise `ConfigError` or `ModelError` if a model cannot be sharded here, or is already."""
@@ -94,9 +95,9 @@ class ShardedModels:
             engine.optimizers.checks.append(self._refuse_unsharded)
         sharded = self._divide(model, units, keep, None if weights is None else weights.of)
         engine.add(model, rules)
-        engine.manual.watch_named(model, ((part.name, part.whole) for part in sharded.parts))
-        whole = {number: part.whole for number, part in sharded.by_id.items()}
-        engine.models.divide(whole, {n: part.segment for n, part in sharded.by_id.items()})
+        engine.manual.watch_named(model, ((part.name, part.unsharded) for part in sharded.parts))
+        unsharded = {number: part.unsharded for number, part in sharded.by_id.items()}
+        engine.models.divide(unsharded, {n: part.segment for n, part in sharded.by_id.items()})
 
     def _divide(
         self,
@@ -105,12 +106,12 @@ class ShardedModels:
         keep: Keep,
         values_of: Callable[[Part], Tensor] | None,
     ) -> ShardedModel:
-        for number, each in list(self._models.items()):
-            if each.model is None:  # a copy that has ended
+        for number, earlier in list(self._models.items()):
+            if earlier.model is None:  # a copy that has ended
                 del self._models[number]
-                for part in each.parts:
+                for part in earlier.parts:
                     del self._parts[id(part.sharded)]
-                for unit in each.units:
+                for unit in earlier.units:
                     del self._sharding.units[unit.number]
         owner = ref(self)  # a module is searched for state of user code
 
@@ -159,13 +160,13 @@ class ShardedModels:
                 f"this {type(optimizer).__name__} has parameters of a sharded model and others, of"
                 f" shape {tuple(others[0].shape)}: make an optimizer for each"
             )
-        return ShardedOptimizer(optimizer, self._parts, self._world, self._free)
+        return ShardedOptimizer(optimizer, self._parts, self._world, self._await_readers)
 
     def state_of(self, item: object) -> ModelState | None:
         """Return what saves and loads a module with sharded parameters, None for other objects."""
         if not isinstance(item, Module) or not self._inside(item):
             return None
-        return ModelState(item, self._parts, self._free)
+        return ModelState(item, self._parts, self._await_readers)
 
     @contextmanager
     def full(self, model: Module) -> Iterator[None]:
@@ -180,17 +181,17 @@ class ShardedModels:
 
     def _inside(self, model: Module) -> list[ShardedModel | None]:
         """Return the sharded models in a module, [None] if it is only a part of one."""
-        found = [
-            each
+        inside = [
+            sharded
             for module in model.modules()
-            if (each := self._models.get(id(module))) is not None and each.model is module
+            if (sharded := self._models.get(id(module))) is not None and sharded.model is module
         ]
-        is_part = not found and any(id(p) in self._parts for p in model.parameters())
-        return [None] if is_part else [*found]
+        is_part = not inside and any(id(p) in self._parts for p in model.parameters())
+        return [None] if is_part else [*inside]
 
     def _sums(self, parameters: Parameters, new: Callable[[Parameters], Overlap]) -> Overlap:
         """Return the sums of parameters; `new` returns those of replicated ones."""
-        model_of = {id(p.whole): model for model in self._models.values() for p in model.parts}
+        model_of = {id(p.unsharded): model for model in self._models.values() for p in model.parts}
         others = [n for n, parameter in enumerate(parameters) if id(parameter) not in model_of]
         used = {id(m): m for m in (model_of.get(id(p)) for p in parameters) if m is not None}
         if not used:
@@ -202,6 +203,11 @@ class ShardedModels:
         """Free gathered parameters, which are no longer the current ones."""
         for model in self._models.values():
             model.free()
+
+    def _await_readers(self) -> None:
+        """Let no worker compute with parameters that are about to change. Collective."""
+        self._free()
+        self._world.barrier("changing parameters")
 
     def _refuse_unsharded(self, optimizer: optim.Optimizer) -> None:
         seals = self._engine.optimizers.seals

@@ -63,17 +63,17 @@ class Segments:
             for rank in range(self._world.size)
         ]
         device = self.parts[0].segment.device
-        most = max(map(sum, counts))
-        own = torch.zeros(most, dtype=torch.float64, device=device)
+        longest = max(map(sum, counts))
+        rows = torch.zeros(longest, dtype=torch.float64, device=device)
         place = 0
         for part, count in zip(self.parts, counts[self._world.rank], strict=True):
             gradient, (start, stop) = part.segment.grad, _norm_rows((part.start, part.stop))
             if gradient is not None and count:
                 values = gradient[start * ALIGNMENT - part.low : stop * ALIGNMENT - part.low]
-                own[place : place + count] = row_squares(values)
+                rows[place : place + count] = row_squares(values)
             place += count
-        gathered = own.new_empty(self._world.size, most)
-        self._world.all_gather(gathered.view(-1), own, "adding up the gradient norm")
+        gathered = rows.new_empty(self._world.size, longest)
+        self._world.all_gather(gathered.view(-1), rows, "adding up the gradient norm")
         # [workers, parts], 1-D each, of which those of a part are in the order of its rows
         of_workers = [
             rows[: sum(count)].split(count) for rows, count in zip(gathered, counts, strict=True)
@@ -96,10 +96,10 @@ class ShardedOptimizer(DividedOptimizer):
         optimizer: optim.Optimizer,
         parts: Mapping[int, Part],
         world: World,
-        free: Callable[[], None],
+        await_readers: Callable[[], None],
     ) -> None:
-        """`free` frees what models have gathered, after an update."""
-        self.optimizer, self._world, self._free = optimizer, world, free
+        """`await_readers` frees what models have gathered, on all workers, before an update."""
+        self.optimizer, self._world, self._await_readers = optimizer, world, await_readers
         self.contents = contents = Contents(optimizer)
         self._parts = [parts[id(parameter)] for parameter in contents.parameters]
         self.flat_buffers = [Segments(self._parts, world)]
@@ -111,7 +111,7 @@ class ShardedOptimizer(DividedOptimizer):
             for indices in self._group_indices
         ]
         contents.divide(segments, self)
-        optimizer.register_step_pre_hook(lambda *_: self.settle())
+        optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._publish)
         contents.nest_hooks()
         contents.close()
@@ -123,12 +123,14 @@ class ShardedOptimizer(DividedOptimizer):
         """Drop gradients that user code has cleared."""
         self.flat_buffers[0].drop_cleared()
 
+    def _begin(self, *_: object) -> None:
+        self.settle()
+        self._await_readers()
+
     def _publish(self, *_: object) -> None:
         for part in self._parts:
             part.publish()
             part.clear()
-        self._free()
-        self._world.barrier("updating parameters")
 
     def counters_of_cut(self) -> dict[str, Any]:
         """Return the numbers in the state of each parameter of which this worker has a part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 from weakref import ref
@@ -35,22 +35,22 @@ ELEMENTWISE: Final = frozenset(
 )
 
 
-def guard(part: Part, free: Callable[[], None]) -> None:
+def guard(part: Part, await_readers: Callable[[], None]) -> None:
     """Let every operation that reads the sharded parameter of a part raise `ModelError`.
 
-    Without autograd, elementwise ones compute with the rows of this worker. `free` is called after
-    those that write them, so that the next forward pass gathers them again.
+    Without autograd, elementwise ones compute with the rows of this worker. Before those that
+    write them, `await_readers` frees what is gathered, on all workers.
     """
     set_class(part.sharded, _guarded(type(part.sharded)))
-    vars(part.sharded)["own"] = Own(part, free)
+    vars(part.sharded)["ownership"] = Ownership(part, await_readers)
 
 
-class Own:
+class Ownership:
     """What a worker owns of a parameter: elements of which a tensor in user code has values."""
 
-    def __init__(self, part: Part, free: Callable[[], None]) -> None:
-        # weakly, because it is an attribute of what the part has
-        self._part, self.extent, self._free = ref(part), (part.shape, part.low, part.high), free
+    def __init__(self, part: Part, await_readers: Callable[[], None]) -> None:
+        self._part = ref(part)  # weakly, because it is an attribute of what the part has
+        self.extent, self.await_readers = (part.shape, part.low, part.high), await_readers
 
     @property
     def part(self) -> Part:
@@ -60,18 +60,13 @@ class Own:
             raise ModelError("a sharded model cannot be used after its run has ended")
         return part
 
-    def publish(self) -> None:
-        """Let the model have what was written."""
-        self.part.publish()
-        self._free()
-
 
 class Guarded:
     """A tensor of user code that stands for the rows of a parameter that this worker has."""
 
     __slots__ = ()  # so that a parameter may become one
     is_sharded = True
-    own: Own
+    ownership: Ownership
 
     @classmethod
     def __torch_function__(
@@ -100,9 +95,9 @@ class Rows(Guarded, Tensor):
         return "rows of a sharded parameter"
 
 
-def _rows(own: Own, values: Tensor, *, is_of_model: bool = False) -> Rows:
+def _rows(ownership: Ownership, values: Tensor, *, is_of_model: bool = False) -> Rows:
     result: Rows = without_torch_function(Tensor.as_subclass, values, Rows)
-    vars(result).update(own=own, is_of_model=is_of_model)
+    vars(result).update(ownership=ownership, is_of_model=is_of_model)
     return result
 
 
@@ -110,48 +105,60 @@ def _computed(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what an elementwise operation returns for the rows of this worker."""
+    if kwargs.get("out") is not None:
+        raise ModelError(READ.format(f"{name} with out="))
     is_each = name in FOREACH  # of lists
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    owns = [_own_of(name, each) for each in (zip(*lists, strict=False) if is_each else [args])]
+    groups = zip(*lists, strict=False) if is_each else [args]
+    owners = [_ownership_of(name, tensors) for tensors in groups]
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    changed = _changed_by(args[0] if is_each else args[:1]) if is_in_place else []
+    for await_readers in dict.fromkeys(ownership.await_readers for ownership in changed):
+        await_readers()
     with torch.no_grad():
         plain = [
             [*map(_plain, arg)] if isinstance(arg, (list, tuple)) else _plain(arg) for arg in args
         ]
         named = {key: _plain(value) for key, value in kwargs.items()}
         results = without_torch_function(func, *plain, **named)
-    if name.endswith("_"):
-        for written in args[0] if is_each else args[:1]:
-            if isinstance(written, Guarded) and getattr(written, "is_of_model", True):
-                written.own.publish()
+    if is_in_place:
+        for ownership in changed:
+            ownership.part.publish()
         return args[0]
     if not is_each:
         is_alias = name in {"detach", "to"}
-        is_of_model = is_alias and results.data_ptr() == owns[0].part.segment.data_ptr()
-        return _rows(owns[0], results, is_of_model=is_of_model)
-    pairs = zip(owns, results, strict=True)
-    return [value if own is None else _rows(own, value) for own, value in pairs]
+        is_of_model = is_alias and results.data_ptr() == owners[0].part.segment.data_ptr()
+        return _rows(owners[0], results, is_of_model=is_of_model)
+    pairs = zip(owners, results, strict=True)
+    return [value if owner is None else _rows(owner, value) for owner, value in pairs]
 
 
-def _own_of(name: str, values: Sequence[Any]) -> Any:
+def _changed_by(written: Iterable[Any]) -> list[Ownership]:
+    """Return the ownerships of those tensors that have a model's memory."""
+    guarded = [tensor for tensor in written if isinstance(tensor, Guarded)]
+    return [t.ownership for t in guarded if not isinstance(t, Rows) or t.is_of_model]
+
+
+def _ownership_of(name: str, values: Sequence[Any]) -> Any:
     """Return whose rows the tensors are, None without any; all have to have the same rows."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    owns = [value.own for value in tensors if isinstance(value, Guarded)]
+    owners = [value.ownership for value in tensors if isinstance(value, Guarded)]
     others = [value for value in tensors if not isinstance(value, Guarded)]
     has_graph = (
         name != "detach"
         and torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in tensors)
     )
-    is_mixed = len({own.extent for own in owns}) > 1 or any(other.dim() for other in others)
-    if owns and (has_graph or is_mixed):
+    is_mixed = len({owner.extent for owner in owners}) > 1 or any(other.dim() for other in others)
+    if owners and (has_graph or is_mixed):
         raise ModelError(READ.format(name))
-    return owns[0] if owns else None
+    return owners[0] if owners else None
 
 
 def _plain(value: Any) -> Any:
     """Return the segment of a sharded parameter; other values as they are."""
     is_parameter = isinstance(value, Guarded) and not isinstance(value, Rows)
-    return value.own.part.segment.detach() if is_parameter else value
+    return value.ownership.part.segment.detach() if is_parameter else value
 
 
 @cache
@@ -162,5 +169,5 @@ def _guarded(kind: type[Any]) -> Any:
 
 def _own_rows(parameter: Any) -> Tensor:
     """Return the elements of a sharded parameter that this worker alone owns, 1-D."""
-    part: Part = parameter.own.part
+    part: Part = parameter.ownership.part
     return part.segment.detach()[part.inner]

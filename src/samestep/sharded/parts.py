@@ -47,10 +47,10 @@ class Part:
     """
 
     def __init__(
-        self, name: str, sharded: Parameter, whole: Parameter, rank: int, workers: int
+        self, name: str, sharded: Parameter, unsharded: Parameter, rank: int, workers: int
     ) -> None:
-        self.name, self.sharded, self.whole = name, sharded, whole
-        self.shape, self.numel = tuple(whole.shape), whole.numel()
+        self.name, self.sharded, self.unsharded = name, sharded, unsharded
+        self.shape, self.numel = tuple(unsharded.shape), unsharded.numel()
         self.is_used = False  # has a gradient, of which this worker may have no element
         self.stand_in: Tensor | None = None  # for the gradient, in `.grad` of the sharded one
         self.rows = rows_of(self.shape, workers)
@@ -58,19 +58,20 @@ class Part:
         self.start, self.stop = self.rows[rank]
         self.low, self.high = self.wide[rank]
         self.inner = slice(self.start - self.low, self.stop - self.low)  # of `segment`
-        self._local: Tensor = sharded.to_local().detach().view(-1)  # type: ignore[attr-defined]
+        padded: Tensor = sharded.to_local().detach().view(-1)  # type: ignore[attr-defined]
+        self._local = padded[: self.stop - self.start]
         self._is_copied = (self.start, self.stop) != (self.low, self.high)
         values = self._local.new_zeros(self.high - self.low) if self._is_copied else self._local
-        self.segment = Parameter(values, whole.requires_grad)
+        self.segment = Parameter(values, unsharded.requires_grad)
 
     @property
     def size(self) -> int:
         """Elements that this worker updates."""
         return self.high - self.low
 
-    def take(self, whole: Tensor) -> None:
+    def take(self, values: Tensor) -> None:
         """Take this worker's elements of the whole parameter."""
-        self.set(whole.detach().reshape(-1)[self.low : self.high])
+        self.set(values.detach().reshape(-1)[self.low : self.high])
 
     def set(self, values: Tensor) -> None:
         """Set the elements of the segment, [size]."""

@@ -79,14 +79,17 @@ class Trace:
             self._announces = True
         self._announces = False
 
-    def _next(self, *own: Any) -> Any:
+    def _next(self, *call: Any) -> Any:
         """Return the call that workers make next, None if none of them knows. Collective."""
-        calls = self._world.all_gather_json(own, "agreeing on the next unit of a sharded model")
-        known = [(rank, tuple(call)) for rank, call in enumerate(calls) if call]
-        for rank, call in known:
-            if call != known[0][1]:
-                raise self._difference(known[0][0], known[0][1], rank, call)
-        return known[0][1] if known else None
+        calls = self._world.all_gather_json(call, "agreeing on the next unit of a sharded model")
+        announced = [(rank, tuple(call)) for rank, call in enumerate(calls) if call]
+        if not announced:
+            return None
+        first_rank, first = announced[0]
+        for rank, other in announced:
+            if other != first:
+                raise self._difference(first_rank, first, rank, other)
+        return first
 
     def compare(self) -> None:
         """Raise `LossError` if GPUs of workers made different calls in a step. Collective.

@@ -52,9 +52,9 @@ class Unit:
         self._trace = sharding.trace
         self.number = len(self._trace.names)
         self._trace.names.append(name)
-        self.parts = [part for part in parts if part.whole.requires_grad]
-        self.frozen = [part for part in parts if not part.whole.requires_grad]
-        dtypes = {part.whole.dtype for part in self.parts}
+        self.parts = [part for part in parts if part.unsharded.requires_grad]
+        self.frozen = [part for part in parts if not part.unsharded.requires_grad]
+        dtypes = {part.unsharded.dtype for part in self.parts}
         if len(dtypes) > 1:
             raise ModelError(
                 f"unit {name!r} has trained parameters of several dtypes: "
@@ -74,7 +74,7 @@ class Unit:
         self._sums = Carry()  # of this worker's elements of all parts, 1-D
         for number, part in enumerate(self.parts):
             hook = partial(self._arrived, number)
-            part.whole.register_post_accumulate_grad_hook(hook)
+            part.unsharded.register_post_accumulate_grad_hook(hook)
 
     @property
     def module(self) -> Any:
@@ -108,6 +108,11 @@ class Unit:
     def free(self) -> None:
         """Free the parameters if they are gathered."""
         self.module.reshard()
+
+    def await_readers(self) -> None:
+        """Let no worker compute with parameters that are about to change. Collective."""
+        self.free()
+        self._sharding.memory.await_readers(f"changing parameters of unit {self.name!r}")
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
@@ -163,24 +168,24 @@ class Unit:
         rank, workers, senders = self._world.rank, self._world.size, self._trace.senders
         self._trace.add("sum", self.number)
         gradients = self._take() if rank < senders else [[] for _ in range(workers)]
-        own, what = self._sizes[rank], f"adding up the gradients of unit {self.name!r}"
+        size, what = self._sizes[rank], f"adding up the gradients of unit {self.name!r}"
         if is_shared(self._world, self._sharding.device):
             pieces = self._sharding.boxes.pieces(self._sizes, gradients, senders, self._dtype, what)
-            self._sums.add(own, pieces)
+            self._sums.add(size, pieces)
             return
         none = torch.empty(0, dtype=self._dtype, device=self._sharding.device)
         sent = torch.cat([none, *chain.from_iterable(gradients)])
         gradients.clear()
-        received = sent.new_empty(senders * own)
+        received = sent.new_empty(senders * size)
         self._world.all_to_all(
             received,
-            [own * (sender < senders) for sender in range(workers)],
+            [size * (sender < senders) for sender in range(workers)],
             sent,
             [size * (rank < senders) for size in self._sizes],
             what,
         )
-        if own:
-            self._sums.add(own, [(0, own, received.split(own))])  # in lane order
+        if size:
+            self._sums.add(size, [(0, size, received.split(size))])  # in lane order
 
     def _take(self) -> list[list[Tensor]]:
         """Return the parts of this lane's gradients, 1-D, by the worker that gets them."""
@@ -188,7 +193,7 @@ class Unit:
         flat = [
             gradients[number].reshape(-1).to(self._dtype)
             if number in gradients
-            else part.whole.new_zeros(part.numel, dtype=self._dtype)
+            else part.unsharded.new_zeros(part.numel, dtype=self._dtype)
             for number, part in enumerate(self.parts)
         ]
         return [
@@ -205,4 +210,4 @@ class Unit:
 
     def used(self) -> set[int]:
         """Return the ids of whole parameters that lanes of this worker used."""
-        return {id(self.parts[number].whole) for number in self._used}
+        return {id(self.parts[number].unsharded) for number in self._used}

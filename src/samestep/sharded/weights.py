@@ -40,8 +40,9 @@ class Weights:
         for file in self.files:
             opened: Any = safe_open(file, "pt")
             self._opened.update(dict.fromkeys(opened.keys(), opened))
-        found = {name: file.get_slice(name).get_shape() for name, file in self._opened.items()}
-        self._found: dict[str, list[int]] = found  # shapes
+        self._stored_shapes: dict[str, list[int]] = {
+            name: file.get_slice(name).get_shape() for name, file in self._opened.items()
+        }
         every = model.state_dict(keep_vars=True).items()
         state = {name: tensor for name, tensor in every if isinstance(tensor, Tensor)}
         self._shapes = {name: [*tensor.shape] for name, tensor in state.items()}
@@ -60,9 +61,10 @@ class Weights:
         missing = [name for name, stored in self._stored.items() if not stored]
         extra = [name for name in self._opened if name not in self._stored]
         shapes = [
-            f"{name!r} has shape {self._found[stored]} there, and {self._shapes[name]} in the model"
+            f"{name!r} has shape {self._stored_shapes[stored]} there, and {self._shapes[name]} in"
+            " the model"
             for name, stored in self._stored.items()
-            if stored and self._found[stored] != self._shapes[name]
+            if stored and self._stored_shapes[stored] != self._shapes[name]
         ]
         names = _listed("it has no", missing), _listed("the model has no", extra)
         problems = [*names, *shapes[:SHOWN]]
@@ -83,13 +85,13 @@ class Weights:
         """Return elements [start, stop) of a tensor, 1-D, on the device, in the model's dtype."""
         stored, shape = self._stored[name], self._shapes[name]
         if not shape:
-            own = self._opened[stored].get_tensor(stored).reshape(1)
+            rows = self._opened[stored].get_tensor(stored).reshape(1)
         else:
             width = max(1, math.prod(shape[1:]))
             first, last = start // width, max(-(-stop // width), start // width + 1)
             values = self._opened[stored].get_slice(stored)[first:last].reshape(-1)
-            own = values[start - first * width : stop - first * width]
-        return own.to(self._device, self._dtypes[name])  # type: ignore[no-any-return]
+            rows = values[start - first * width : stop - first * width]
+        return rows.to(self._device, self._dtypes[name])  # type: ignore[no-any-return]
 
     def of(self, part: Part) -> Tensor:
         """Return the values of the segment of a part."""
@@ -107,7 +109,7 @@ class Weights:
 
     def identity(self) -> list[Any]:
         """Return JSON that is the same on workers that see the same files, most probably."""
-        shapes = sorted([name, shape] for name, shape in self._found.items())
+        shapes = sorted([name, shape] for name, shape in self._stored_shapes.items())
         return [shapes, [file.stat().st_size for file in self.files]]
 
 
