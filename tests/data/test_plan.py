@@ -35,6 +35,7 @@ def assert_pure(plan, again, batches, epoch):
         again.indices(epoch + 1, 0, 0)
         for lane in reversed(range(plan.lanes)):
             assert again.indices(epoch, step, lane).tolist() == batches[step][lane]
+        assert again.indices_of_step(epoch, step).tolist() == [*chain(*batches[step])]
         assert (
             again.counts(epoch, step)
             == plan.counts(epoch, step)

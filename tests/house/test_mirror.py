@@ -38,6 +38,7 @@ ELSEWHERE = {
     "run/process.py": "run/test_system.py",
     "run/progress.py": "run/test_resume.py",
     "plugins/replay.py": "tools/test_replay.py",
+    "plugins/values.py": "tools/test_values.py",
     "run/run.py": "run/test_same_bits.py",
     "plugin.py": "run/test_resume.py",
     "run/session.py": "run/test_resume.py",

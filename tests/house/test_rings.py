@@ -13,18 +13,18 @@ from tests.house.test_mirror import PACKAGE
 SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
-    "data": 5_490,
+    "data": 5_510,
     "step": 7_160,
     "comm": 4_760,
     "cluster": 690,
     "snapshot": 5_300,
     "record": 3_100,
-    "run": 4_320,
+    "run": 4_330,
     "": 4_360,
 }
-PLUGINS = {"guards": 1_360, "plugins": 3_210}  # what watches a step from outside
+PLUGINS = {"guards": 1_360, "plugins": 3_320}  # what watches a step from outside
 SHARDED = {"sharded": 1_930}  # models whose parameters are divided, which no step knows
-LEAVES = {"integrations": 930, "launch": 3_900, "tools": 5_340, "watch": 3_560}  # programs
+LEAVES = {"integrations": 930, "launch": 3_900, "tools": 5_510, "watch": 3_560}  # programs
 
 
 @pytest.mark.parametrize(("folder", "most"), (CORE | SHARDED | PLUGINS | LEAVES).items())

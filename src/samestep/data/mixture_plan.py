@@ -172,8 +172,11 @@ class MixturePlan(Plan):
     def planned_counts(self, epoch: int, step: int) -> list[int]:
         return dealt(self._take(self._number(epoch, step)).batch_size, self.lanes)
 
+    def planned_of_step(self, epoch: int, step: int) -> Indices:
+        return self._indices(self._number(epoch, step))
+
     def planned(self, epoch: int, step: int, lane: int) -> Indices:
-        indices = self._indices(self._number(epoch, step))
+        indices = self.planned_of_step(epoch, step)
         batch = len(indices)
         return indices[lane * batch // self.lanes : (lane + 1) * batch // self.lanes]
 

@@ -305,6 +305,7 @@ class ShardPlan(ShuffledPlan):
 
     kind = "shards"
     order: InitVar[ShardOrder]
+    planned_of_step = Plan.planned_of_step  # lanes are not slices of one span
 
     def __post_init__(self, order: ShardOrder) -> None:
         self._sizes, self._window = order.sizes, order.window

@@ -99,7 +99,17 @@ class Plan(ABC):
 
     def indices(self, epoch: int, step: int, lane: int) -> Indices:
         """Return a lane's sample indices, int64 and read-only; consecutive calls are fast."""
-        planned = self.planned(epoch, step, lane)
+        return self._kept(self.planned(epoch, step, lane))
+
+    def indices_of_step(self, epoch: int, step: int) -> Indices:
+        """Return the sample indices of all lanes, those of lane 0 first: int64 and read-only."""
+        return self._kept(self.planned_of_step(epoch, step))
+
+    def planned_of_step(self, epoch: int, step: int) -> Indices:
+        """Return what `indices_of_step` does, with the samples that are left out."""
+        return np.concatenate([self.planned(epoch, step, lane) for lane in range(self.lanes)])
+
+    def _kept(self, planned: Indices) -> Indices:
         return planned[~are_in(planned, self.excluded)] if len(self.excluded) else planned
 
     def first_step_with(self, samples: Indices, epoch: int, stop: int) -> int | None:
@@ -176,6 +186,10 @@ class ShuffledPlan(Plan):
         batch = min(self.batch_size, self.samples - first)
         start, stop = first + lane * batch // self.lanes, first + (lane + 1) * batch // self.lanes
         return self._span(epoch, start, stop)
+
+    def planned_of_step(self, epoch: int, step: int) -> Indices:
+        first = step * self.batch_size
+        return self._span(epoch, first, min(first + self.batch_size, self.samples))
 
     def _span(self, epoch: int, start: int, stop: int) -> Indices:
         """Return the samples at positions [start, stop) of an epoch."""

@@ -167,12 +167,9 @@ def _numbers(value: Any) -> str:
 
 
 def _samples_of(ended: EndedStep) -> bytes:
-    source, name = ended.batch.origin, ended.loop.encode()
-    if source is None:
+    source, counts, name = ended.batch.origin, ended.batch.counts, ended.loop.encode()
+    if source is None or counts is None:
         return b"stream %d " % ended.done + name
-    lanes = [
-        np.asarray(source.plan.indices(source.epoch, source.step, lane), dtype=_INDEX).tobytes()
-        for lane in range(source.plan.lanes)
-    ]
-    counts = [_COUNT.pack(len(lane)) for lane in lanes]
-    return b"".join([_COUNT.pack(len(counts)), *counts, *lanes, name])
+    numbers = np.array([len(counts), *counts], dtype=_INDEX)
+    indices = source.plan.indices_of_step(source.epoch, source.step)
+    return b"".join((numbers.tobytes(), indices.astype(_INDEX, copy=False).tobytes(), name))

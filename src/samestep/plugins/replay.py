@@ -40,7 +40,7 @@ class Request:
     """What to look at: the lanes of a step, and one `lane` of them closely (None: the worst).
 
     `debug` starts a debugger in that lane. `folder` gets the files; `saves_state` says whether the
-    run's last snapshot is taken.
+    run's last snapshot is taken, and `keeps_values` whether `StepValues` writes there as well.
     """
 
     step: int
@@ -48,6 +48,7 @@ class Request:
     lane: int | None = None
     debug: bool = False
     saves_state: bool = False
+    keeps_values: bool = False
 
     @classmethod
     def from_environment(cls) -> Request | None:
@@ -84,7 +85,7 @@ class Replay(StepPlugin):
     """Looks at the lanes of this worker in the step of a request."""
 
     def __init__(self, request: Request, rank: int) -> None:
-        self._request, self._rank = request, rank
+        self.request, self._rank = request, rank
         self._optimizers: list[tuple[str, torch.optim.Optimizer, Shard | None]] = []
         self._reports: dict[tuple[int, int], LaneReport] = {}  # by call and lane
         self._seen: dict[int, tuple[LanePass, Any]] = {}  # of the current call, by lane
@@ -92,18 +93,13 @@ class Replay(StepPlugin):
         self._where = ""  # the first value that is not finite in the current lane's forward
         self._pass: LanePass | None = None  # of the step to look at
 
-    @property
-    def saves_state(self) -> bool:
-        """Whether the run takes its last snapshot."""
-        return self._request.saves_state
-
     def track(self, name: str, optimizer: torch.optim.Optimizer, shard: Shard | None) -> None:
         """Note an optimizer, whose parameter groups have gradient norms."""
         self._optimizers.append((name, optimizer, shard))
 
     def begin(self, lane_pass: LanePass) -> None:
         """Look at the lanes of the step, all of whose gradients stay until backward has ended."""
-        self._pass = lane_pass if lane_pass.seed[0] == self._request.step else None
+        self._pass = lane_pass if lane_pass.seed[0] == self.request.step else None
         if self._pass is not None:
             lane_pass.keep_gradients()
 
@@ -120,12 +116,7 @@ class Replay(StepPlugin):
         self._seen[lane] = lane_pass, batch
         self._where = _nonfinite_input(batch, indices)
 
-        # modules are named as in the first replicated module that has them
-        paths = {
-            id(module): f"{type(root).__name__}.{path}".removesuffix(".")
-            for root in reversed(_engine(lane_pass).models.modules)
-            for path, module in root.named_modules()
-        }
+        paths = module_names(lane_pass)
 
         def look_at(module: torch.nn.Module, _: object, output: Any) -> None:
             # inner modules end first: the first one is where the value arose
@@ -135,7 +126,7 @@ class Replay(StepPlugin):
 
         hook = register_module_forward_hook(look_at)
         try:
-            if self._request.debug and lane == self._request.lane:
+            if self.request.debug and lane == self.request.lane:
                 breakpoint()  # noqa: T100  what the option --debug is for
             yield
         finally:
@@ -151,11 +142,7 @@ class Replay(StepPlugin):
         scale = 1.0 if weight is None else float(weight.flatten()[0])
         squares: dict[str, float] = {}
         groups = self._groups()
-        names = {
-            id(parameter): name
-            for root in reversed(_engine(lane_pass).models.modules)
-            for name, parameter in root.named_parameters()
-        }
+        names = parameter_names(lane_pass)
         for parameter, gradient in zip(lane_pass.parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -190,7 +177,7 @@ class Replay(StepPlugin):
         if lane_pass is None:
             return
         batch, number = lane_pass.batch, lane_pass.seed[1]
-        worst = self._request.lane
+        worst = self.request.lane
         # a loss of the whole batch is that of all lanes, so none is the worst
         if worst is None and result.results and not lane_pass.is_shared:
             losses = [lane.metrics["loss"] for lane in result.results]
@@ -209,7 +196,7 @@ class Replay(StepPlugin):
         text = to_json(
             {"reports": reports, "worst": [*self._worst.items()], "skipped": result.skipped or ""}
         )
-        write_atomically(Path(self._request.folder) / f"replay-{self._rank}.json", text.encode())
+        write_atomically(Path(self.request.folder) / f"replay-{self._rank}.json", text.encode())
 
     def _samples(self, batch: Batch, lane: int, *, closely: bool) -> list[list[Any]]:
         """Return [index, name, largest input, loss] of each sample of a lane."""
@@ -228,10 +215,29 @@ class Replay(StepPlugin):
         return [list(sample) for sample in zip(indices, names, largest, losses, strict=True)]
 
 
-def _engine(lane_pass: LanePass) -> LaneEngine:
+def roots_of(lane_pass: LanePass) -> list[torch.nn.Module]:
+    """Return the replicated modules."""
     context = lane_pass.context
     assert isinstance(context, LaneEngine)  # noqa: S101  the only one that trains
-    return context
+    return context.models.modules
+
+
+def module_names(lane_pass: LanePass) -> dict[int, str]:
+    """Return the name of each module by its id, as in the first replicated module that has it."""
+    return {
+        id(module): f"{type(root).__name__}.{path}".removesuffix(".")
+        for root in reversed(roots_of(lane_pass))
+        for path, module in root.named_modules()
+    }
+
+
+def parameter_names(lane_pass: LanePass) -> dict[int, str]:
+    """Return the name of each parameter by its id, as in the first module that has it."""
+    return {
+        id(parameter): name
+        for root in reversed(roots_of(lane_pass))
+        for name, parameter in root.named_parameters()
+    }
 
 
 def _indices(batch: Batch, lane: int) -> list[int] | None:

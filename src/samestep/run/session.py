@@ -42,6 +42,7 @@ from samestep.plugins.progress_line import open_line
 from samestep.plugins.random_positions import RandomPositions
 from samestep.plugins.replay import Replay, Request
 from samestep.plugins.restored import RestoredCheck
+from samestep.plugins.values import StepValues
 from samestep.record import FileRecord, Record, open_record
 from samestep.record.exporter import ExporterProcess
 from samestep.record.files import DirectoryLock
@@ -218,7 +219,7 @@ class Session:
             tracked=tracked,
             owner=self.start.owner,
             remote_owner=self.start.remote_owner,
-            writes=self.replay is None or self.replay.saves_state,
+            writes=self.replay is None or self.replay.request.saves_state,
             check_models=self.lanes.check_models,
             compare=None if is_observed() else self.divergence.compare,
         )
@@ -283,7 +284,7 @@ class Session:
     def _make_history(self, resumed: Snapshot | None) -> History | None:
         """Return what writes the chain, on the worker that has a record of steps that count."""
         record, config = self.record, self.config
-        if not isinstance(record, FileRecord) or is_observed() or self.replay is not None:
+        if not isinstance(record, FileRecord) or is_observed():
             return None
         begin = partial(record.begin_chain, config.seed)
         state = {} if resumed is None else resumed.state["run"]
@@ -304,7 +305,8 @@ class Session:
         if is_observed():  # `samestep verify` looks for changes by lanes
             plugins.insert(0, LaneObserver(self.world.rank, modules))
         elif self.replay is not None:
-            plugins.insert(0, self.replay)
+            values = [StepValues(self.replay.request)] * self.replay.request.keeps_values
+            plugins[:0] = [self.replay, *values]
         engine.use(plugins if self._history is None else [*plugins, self._history])
         self._exits.callback(engine.close)
         if graphs is not None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.errors import ConfigError, RecordError, SnapshotError
-from samestep.host import GREEN, RED, colored, counted, printable
+from samestep.errors import ConfigError, RecordError, SnapshotError, VerifyError
+from samestep.host import GREEN, RED, colored, counted, interrupts_deferred, printable
 from samestep.record import read_history
 from samestep.record.chain import Chain, origin, snapshots_of
 from samestep.record.source import STARTS
+from samestep.terminal import starting
 from samestep.tools import first_of
 from samestep.tools.replay import OPTIONS
 
@@ -36,12 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `samestep compare` to its parser."""
     parser.add_argument("first", type=Path, metavar="A", help="directory of a run")
     parser.add_argument("second", type=Path, metavar="B", help="directory of another run")
+    replay = (
+        "also repeat the step of both on one worker each, and name the first value that differs"
+    )
+    parser.add_argument("--replay", action="store_true", help=replay)
 
 
 def main(options: argparse.Namespace) -> int:
     """Compare two runs; return 0 if they are the same as far as both go, and 1 if they part.
 
-    Raises `ConfigError`, whose status is 2, if they cannot be compared.
+    Raises `ConfigError`, whose status is 2, if they cannot be compared or repeated.
     """
     directories = [options.first, options.second]
     try:
@@ -51,25 +56,35 @@ def main(options: argparse.Namespace) -> int:
                 last = f"{chain.first} to {chain.first + len(chain) - 1}" if len(chain) else "none"
                 print(f"{name}: {path}, {counted(len(chain), 'step')}, {last}")
             parting = find_parting(directories, chains)
+            if parting is not None and options.replay:
+                step = first_effect(parting, chains)
         if parting is None:
             print(colored("the same", GREEN, sys.stdout), "at every step that both have")
             return 0
         print(colored("DIFFERENT", RED, sys.stdout), parting.text)
         for line in _lines_about(parting, [Context.at(path, parting.step) for path in directories]):
             print(line)
-    except (RecordError, SnapshotError) as error:
+        if options.replay:
+            with starting(), interrupts_deferred():
+                from samestep.tools.values import first_value
+            print(f"first other value: {first_value(directories, step)}")
+    except (RecordError, SnapshotError, VerifyError) as error:
         raise ConfigError(str(error)) from error
     return 1
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part: in `parts` of the row of a step, or else as `lines` say."""
+    """Where two runs part: in `parts` of the row of a step, or else as `lines` say.
+
+    If it `is_state`, it is the state after the step, whose rows are the same.
+    """
 
     text: str
     step: int
     parts: Sequence[str] = ()
     lines: Sequence[str] = ()
+    is_state: bool = False
 
 
 def find_parting(directories: Sequence[Path], chains: Sequence[Chain]) -> Parting | None:
@@ -97,7 +112,8 @@ def find_parting(directories: Sequence[Path], chains: Sequence[Chain]) -> Partin
         is_before = at <= (end if step is None else step)
         if is_before and common[0][at].get("digest") != common[1][at].get("digest"):
             text = f"in the state after {counted(at, 'step')}, which have the same rows"
-            return Parting(text, max(at - 1, 0), lines=_differing_state(directories, at))
+            lines = _differing_state(directories, at)
+            return Parting(text, max(at - 1, 0), lines=lines, is_state=True)
     if step is None:
         return None
     if step < first:
@@ -122,6 +138,17 @@ def parting_step(chains: Sequence[Chain], first: int, end: int) -> int | None:
         else:
             high = middle
     return None if low > end else low - 1
+
+
+def first_effect(parting: Parting, chains: Sequence[Chain]) -> int:
+    """Return the first step of two runs that differs in more than the text of its program."""
+    step, end = parting.step, min(chain.first + len(chain) for chain in chains)
+    while not parting.is_state and step < end - 1:
+        rows = [chain[step] for chain in chains]
+        if any(getattr(rows[0], part) != getattr(rows[1], part) for part in PARTS[1:]):
+            break
+        step += 1
+    return step
 
 
 def _differing_state(directories: Sequence[Path], steps: int) -> list[str]:

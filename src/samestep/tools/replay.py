@@ -17,6 +17,7 @@ from samestep.errors import ConfigError, RecordError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted, interrupts_deferred, printable
 from samestep.launch.local import as_text
 from samestep.record import read_events, read_history
+from samestep.record.chain import Chain, Row
 from samestep.record.events import parse_events
 from samestep.record.source import STARTS, begins_anew
 from samestep.terminal import starting
@@ -288,12 +289,7 @@ class Report:
 
     def _compare_means(self, repeated: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
         steps = sorted(repeated.keys() & self._record.means.keys())
-        differing = [
-            (step, name)
-            for step in steps
-            for name in self._record.means[step]
-            if repr(self._record.means[step][name]) != repr(repeated[step].get(name))
-        ]
+        differing = differing_means(self._record.means, repeated)
         verdict = self._verdict(differs=bool(differing))
         if differing:
             step, name = differing[0]
@@ -392,6 +388,27 @@ def means_of(directory: Path) -> dict[int, dict[str, float]]:
             values = {name: event["values"][name] for name in event["low"]}
             means.setdefault(int(event["step"]), {}).update(values)
     return means
+
+
+def differing_means(
+    was: Mapping[int, Mapping[str, float]], now: Mapping[int, Mapping[str, float]]
+) -> list[tuple[int, str]]:
+    """Return the steps and names of means that have other bits now, or are missing in a step."""
+    return [
+        (step, name)
+        for step in sorted(was.keys() & now.keys())
+        for name in was[step]
+        if repr(was[step][name]) != repr(now[step].get(name))
+    ]
+
+
+def differing_rows(first: Chain, second: Chain, steps: Sequence[int]) -> dict[str, int]:
+    """Return the first of some steps at which each part of the rows of two chains differs."""
+    found: dict[str, int] = {}
+    for step in reversed(steps):
+        was, now = first[step], second[step]
+        found |= {part: step for part in Row._fields if getattr(was, part) != getattr(now, part)}
+    return found
 
 
 def _mean(value: Any) -> str:

@@ -274,11 +274,13 @@ def hashes_of(states: Mapping[str, Any]) -> dict[str, str]:
 
 def differing_state(paths: Sequence[Path]) -> list[str]:
     """Return the names in two snapshots with other bits. Raises `SnapshotError`."""
-    states = [load(path).state for path in paths]
-    first, second = (  # not of the run itself, whose options differ
-        hashes_of({name: state[name] for name in state if name not in RESERVED}) for state in states
-    )
+    first, second = (hashes_of(tracked_state(path)) for path in paths)
     return differing(first, second)
+
+
+def tracked_state(path: Path) -> dict[str, Any]:
+    """Return the state in a snapshot, but for that of the run itself, whose options may differ."""
+    return {name: own for name, own in load(path).state.items() if name not in RESERVED}
 
 
 def read_entries(directory: Path) -> list[dict[str, Any]]:
