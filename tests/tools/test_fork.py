@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import samestep as ss
+from recipes.detect import make_data
 from samestep.cli import main
 from samestep.record import read_events, read_history
 from samestep.record.chain import FILE, ROW_BYTES, Chain
@@ -22,7 +23,13 @@ from samestep.tools.replay import RecordedRun
 from tests.faults import flip_byte
 from tests.jobs import fingerprint
 from tests.python import run_python
-from tests.recipes.vit.test_train import SMALL
+from tests.recipes.atari.test_train import SMALL as SMALL_ATARI
+from tests.recipes.detect.small import SMALL as SMALL_DETECT
+from tests.recipes.gpt.small import SMALL as SMALL_GPT
+from tests.recipes.gpt.small import make_texts
+from tests.recipes.stain.strips import SMALL as SMALL_STAIN
+from tests.recipes.stain.strips import make_strips
+from tests.recipes.vit.test_train import SMALL as SMALL_VIT
 from tests.tools import branches
 from tests.tools.test_replay import content
 
@@ -185,22 +192,46 @@ def test_all_steps_are_repeated_without_a_snapshot(trunk, tmp_path, call):
     assert state(tmp_path / "twig") == state(trunk)
 
 
+def make_digits(folder):
+    """Write a few digits in COCO format; return the setting that names them."""
+    make_data.main([str(folder), "--train", "13", "--val", "5"])
+    return [f"data.path={folder}"]
+
+
+def strips(folder):
+    """Write strips of tissue; return the setting that names them."""
+    return [make_strips(folder)]
+
+
+# settings of runs of 6 or 8 steps, a function that makes their data, and a learning rate
+RECIPES = {
+    "vit": (SMALL_VIT, None, "optimizer.learning_rate=0.005"),
+    "stain": ([*SMALL_STAIN, "epochs=3"], strips, "optimizer.generator_learning_rate=0.005"),
+    "detect": (SMALL_DETECT, make_digits, "optimizer.learning_rate=0.005"),
+    "atari": (SMALL_ATARI, None, "optimizer.learning_rate=0.005"),
+    "gpt": ([*SMALL_GPT, "steps=6"], make_texts, "optimizer.learning_rate=0.005"),
+}
+
+
 @pytest.mark.long
-def test_forks_of_a_recipe(tmp_path, call):
+@pytest.mark.parametrize("name", RECIPES)
+def test_forks_of_a_recipe(name, tmp_path, call, monkeypatch):
     """A fork with nothing changed, and one with another rate that keeps the first steps."""
-    trunk, same, other = (tmp_path / name for name in ("trunk", "same", "other"))
-    module = "-m", "recipes.vit.train", *SMALL
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # this process forks
+    settings, make, change = RECIPES[name]
+    trunk, same, other, folder = (tmp_path / each for each in ("trunk", "same", "other", "data"))
+    module = "-m", f"recipes.{name}.train", *settings, *(make(folder) if make else [])
     run = "-m", "samestep", "run", "-n"
-    run_python(*run, 2, "--dir", trunk, "--snapshot-every", 3, *module, check=True)
-    for fork, change in ((same, []), (other, ["optimizer.learning_rate=0.005"])):
-        words = "--at", 5, "--dir", fork, "-n", 1, "--no-start", *module, *change
+    run_python(*run, 2, "--dir", trunk, "--snapshot-every", 2, *module, check=True)
+    for fork, changes in ((same, []), (other, [change])):
+        words = "--at", 5, "--dir", fork, "-n", 1, "--no-start", *module, *changes
         status, printed = call("fork", trunk, *words)
         assert status == 0, printed
         assert f"repeating 1 step of {trunk} from step-00000004" in printed
-        run_python(*run, 3, "--dir", fork, *module, *change, check=True)
+        run_python(*run, 3, "--dir", fork, *module, *changes, check=True)
     assert state(same) == state(trunk)
-    old, new = means(trunk), means(other)
-    assert next(step for step in old if old[step] != new[step]) == "step 5"
+    assert call("compare", trunk, same)[0] == 0
+    assert "from step 5 on, first in its rates" in call("compare", trunk, other)[1]
 
 
 @pytest.mark.long

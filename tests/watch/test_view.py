@@ -220,6 +220,20 @@ def test_elapsed_leaves_out_the_time_between_two_starts(tmp_path):
     assert view.row()["elapsed"] == 3
 
 
+def test_a_fork_has_the_time_of_its_trunk_and_its_own_and_waits_to_be_started(tmp_path):
+    view = view_of(tmp_path, started(run="trunk"), scalars(0, loss=1.0), scalars(1, loss=1.0))
+    forked = {"event": "forked", "step": 2, "run": "trunk", "trunk": "/runs/trunk"}
+    write(tmp_path, forked, start=START + 9000)
+    view.refresh()
+    row = view.row()
+    assert (row["state"], row["elapsed"]) == ("stopped", 2)
+    assert row["forked"] == {"run": "trunk", "step": 2, "trunk": "/runs/trunk"}
+    resumed = started(2, kind="resumed", run="fork")
+    write(tmp_path, resumed, scalars(2, loss=1.0), start=START + 9100)
+    view.refresh()
+    assert view.row()["elapsed"] == 3
+
+
 def test_elapsed_is_never_negative_if_a_clock_is_set_back(tmp_path):
     view = view_of(tmp_path, started(), scalars(0, loss=1.0))
     write(tmp_path, scalars(1, loss=1.0), start=START - 60)

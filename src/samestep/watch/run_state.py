@@ -28,6 +28,7 @@ STATES: Final = {
     "failed": "failed",
     "restarting": "running",
     "stalled": "stalled",
+    "forked": "stopped",  # until it is started
 }
 # samples of hosts, taken by threads: they say nothing about the run's progress
 SYSTEM: Final = "system"
@@ -206,9 +207,10 @@ class RunState:
         before, self.updated = self.updated, time
         if self.state == "stalled" and kind not in APART:
             self.state = "running"
-        if kind in STARTS and before is not None:
+        begins = kind in STARTS or kind == "forked"  # long after the trunk's last event
+        if begins and before is not None:
             self._earlier_seconds += max(0.0, before - (self._started_at or before))
-        if self._started_at is None or kind in STARTS:
+        if self._started_at is None or begins:
             self._started_at = time
         if kind == "scalars":
             self._add_scalars(event, time)

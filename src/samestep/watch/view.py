@@ -206,7 +206,11 @@ class View:
             # its id, and the run of which it is a fork, if any
             "owner": to_text(run.start.get("run")),
             "forked": run.forked
-            and {"run": to_text(run.forked.get("run")), "step": to_int(run.forked.get("step"))},
+            and {
+                "run": to_text(run.forked.get("run")),
+                "step": to_int(run.forked.get("step")) or 0,
+                "trunk": to_text(run.forked.get("trunk")) or "",
+            },
         }
 
     def summary(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Train the runs shown in docs/watch.md, and take its pictures: `make pictures`.
+"""Train the runs of docs/watch.md and docs/history.md, and take their pictures: `make pictures`.
 
 Curves and images are those of any other time. Durations, dates and the use of the host are not.
 """
@@ -25,6 +25,13 @@ from tests.watch.browser.pages import Page, browsing, serving
 MOST_BYTES = 120_000
 DIGITS = ("recipes/vit/train.py", "recipes/vit/digits.yaml", "epochs=16", "evaluate_every=2")
 LEARNING_RATES = {"digits-low": 3e-4, "digits-1e-3": 1e-3, "digits-5e-3": 5e-3}
+STABLE = (*DIGITS, "optimizer.final_learning_rate=0.002")  # the peak, from the warmup on
+COOLDOWNS = {  # by name: of which run, at which step, and the last epoch, at which the rate is 0
+    "cooldown-at-115": ("stable", 115, 8),
+    "cooldown-at-207": ("stable", 207, 12),
+    "cooldown-at-299": ("stable", 299, 16),
+    "cooldown-at-207-longer": ("cooldown-at-207", 230, 16),
+}
 TISSUE = ("recipes/stain/train.py", "recipes/stain/tissue.yaml", "epochs=60", "evaluate_every=6")
 KILLED_AT = 100  # step
 EVENT_SECONDS = 600.0  # until an event of a run on a busy machine
@@ -45,14 +52,27 @@ def main(out: Path) -> None:
         train_with_a_killed_worker(runs / "tissue", Path(folder, "tissue"))
         for name in ("histograms", "failed"):
             train(runs / name, EXAMPLE, name)
-        with stalled(runs / "stalled"), browsing() as driver, serving(runs) as server:
-            take_all(Page(driver, server), out)
+        train_a_family(Path(folder, "family"))
+        with browsing() as driver:
+            with serving(Path(folder, "family")) as server:
+                take_family(Page(driver, server), out)
+            with stalled(runs / "stalled"), serving(runs) as server:
+                take_all(Page(driver, server), out)
 
 
 def train(directory: Path, *command: str) -> None:
     """Train a run on two workers. A run that fails is shown as well."""
     with started(directory, *command) as process:
         process.wait()
+
+
+def train_a_family(runs: Path) -> None:
+    """Train a run with a constant learning rate, and forks of it whose rate falls to 0."""
+    train(runs / "stable", "--snapshot-every", "23", "--keep-last", "16", *STABLE)
+    for name, (trunk, step, epochs) in COOLDOWNS.items():
+        words = ("fork", runs / trunk, "--at", step, "--dir", runs / name, "-n", 2)
+        program = [sys.executable, "-m", "samestep", *map(str, words)]
+        subprocess.run([*program, *DIGITS, f"epochs={epochs}"], check=True)
 
 
 def train_with_a_killed_worker(directory: Path, data: Path) -> None:
@@ -119,6 +139,13 @@ def take_all(page: Page, out: Path) -> None:
     take(page, out / "phone.png", "digits", smooth=0.8)
     page.use_color_scheme("light")
     take(page, out / "phone-settings.png", "digits", tab="settings", versus="digits-low")
+
+
+def take_family(page: Page, out: Path) -> None:
+    """Take the picture of docs/history.md."""
+    page.use_color_scheme("light")
+    page.use_desktop_screen()
+    take(page, out / "family.png", "stable", *COOLDOWNS, smooth=0.8)
 
 
 def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:

@@ -206,28 +206,57 @@ def test_versions_and_hosts_of_two_runs_are_compared(place, page, names):
     assert "environment.cuda" not in values
 
 
-@pytest.mark.long
-def test_forks_are_listed_below_the_run_that_they_share_steps_with(place, page, names):
-    trunk, fork, twig = (place / next(names) for _ in range(3))
+@pytest.fixture(scope="module")
+def family(place, names):
+    """The names of a trunk, a fork of it at step 2, and a fork of that at step 3."""
+    runs = {name: place / next(names) for name in ("trunk", "fork", "twig")}
 
     def forked(step, of):
-        return {"event": "forked", "step": step, "run": of, "trunk": "/runs/trunk"}
+        return {"event": "forked", "step": step, "run": of, "trunk": f"/runs/{of}"}
 
-    append(trunk, started(run="trunk"), *losses(0, 1, 2))
-    append(fork, *losses(0, 1), forked(2, "trunk"), started(2, kind="resumed", run="fork"))
-    append(twig, forked(2, "fork"), started(2, kind="resumed", run="twig"))
-    page.open(trunk.name)
+    def resumed(step, run):
+        return started(step, kind="resumed", run=run)
+
+    append(runs["trunk"], started(run="trunk"), *losses(0, 1, 2))
+    append(runs["fork"], *losses(0, 1), forked(2, "trunk"), resumed(2, "fork"), *losses(2, 3))
+    append(runs["twig"], *losses(0, 1, 2), forked(3, "fork"), resumed(3, "twig"), *losses(3))
+    return {name: run.name for name, run in runs.items()}
+
+
+@pytest.mark.long
+def test_forks_are_listed_below_the_run_that_they_share_steps_with(family, page):
+    page.open(family["trunk"])
     depths = page.until(
         "const items = [...document.querySelectorAll('#runs li')];"
         "const found = items.filter(({ dataset }) => arguments[0].includes(dataset.run));"
         "if (!found.some(({ style }) => style.getPropertyValue('--depth') === '2')) return null;"
         "return found.map(({ dataset, style }) =>"
         " [dataset.run, style.getPropertyValue('--depth')])",
-        [trunk.name, fork.name, twig.name],
+        [*family.values()],
     )
-    assert depths == [[trunk.name, "0"], [fork.name, "1"], [twig.name, "2"]]
+    assert depths == [[name, str(depth)] for depth, name in enumerate(family.values())]
     text = "return document.querySelector(`#runs li[data-run='${arguments[0]}']`).textContent"
-    assert "forked at 2" in page.run(text, twig.name)
+    assert "forked at 3" in page.run(text, family["twig"])
+    assert "Forked at3from fork" in page.open(family["twig"]).run(
+        "return document.getElementById('overview').textContent"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shown", "points"),
+    [
+        ("trunk", 3),
+        ("twig", 4),
+        ("trunk fork", 3 + 3),  # the fork's own two, and the trunk's last one before them
+        ("trunk fork twig", 3 + 3 + 2),
+        ("twig trunk", 3 + 3),  # the twig left the trunk where the fork did
+        ("fork twig", 4 + 2),
+    ],
+)
+def test_curves_of_a_family_are_joined_where_a_fork_begins(family, page, shown, points):
+    page.open(*(family[name] for name in shown.split()))
+    page.points("loss", points)
 
 
 def test_the_table_of_runs_is_sorted_and_filtered(place, page, names):

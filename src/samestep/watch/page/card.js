@@ -112,14 +112,15 @@ export class Card {
 
   draw(view, wanted) {
     const { state } = view;
-    const drawnAs = wanted.map(({ key, line }) => [key, line.name, line.look]);
+    const drawnAs = wanted.map(({ key, line }) => [key, line.name, line.look, line.since]);
     const look = JSON.stringify([drawnAs, state.log, state.band, state.run, state.clip]);
     if (look === this.look) return;
     this.look = look;
     const isGrouped = wanted.some(({ line }) => line.isGroup);
     const crowded = wanted.length > (isGrouped ? MANY_GROUPS : MANY);
-    this.curves = wanted.map(({ line: { ids, name, look: ownLook, isGroup }, line: { id } }) => {
-      const { x, value, low, high, smooth, runs, spans, points, exact } = this.responses.get(id);
+    this.curves = wanted.map(({ line: { id, ids, name, look: ownLook, isGroup, since } }) => {
+      const { x, value, low, high, smooth, runs, spans, points, exact } =
+        ownPart(this.responses.get(id), state.axis === "step" ? since : null);
       const banded = state.band && (!crowded || ids.includes(state.run));
       const line = {
         ids, isGroup, label: name, ...ownLook,
@@ -204,6 +205,15 @@ export class Card {
 const placed = (x, axis) =>
   axis === "step" ? `step ${count(x)}`
     : `after ${axis === "time" ? clockSpan(x) : several(x, "sample")}`;
+
+/** Return the part of a curve from a step on, with the point before it, where the curve begins. */
+function ownPart(curve, since) {
+  if ((since ?? null) === null) return curve;
+  const own = curve.x.findIndex((at) => at >= since);
+  const first = Math.max(0, (own < 0 ? curve.x.length : own) - 1);
+  return Object.fromEntries(Object.entries(curve).map(([name, value]) =>
+    [name, Array.isArray(value) ? value.slice(first) : value]));
+}
 
 /** Return a name that fits beside a small chart. */
 const shortened = (name) =>

@@ -4,6 +4,7 @@ import { lookOf, startTheme } from "./colors.js";
 import { curvesPanel } from "./curves.js";
 import { announce, byId, released } from "./dom.js";
 import { eventsPanel } from "./events.js";
+import { leftAt } from "./family.js";
 import { get, listen, NoResponse, path, report } from "./api.js";
 import { imagesPanel } from "./images.js";
 import { logsPanel } from "./logs.js";
@@ -51,8 +52,9 @@ function view() {
       .map((event) => (state.axis === "time" ? event.time - known.get(id).started : event.step));
   const runs = state.shown.map((id) => known.get(id)).filter(Boolean);
   const { groups, names } = grouped(runs, details);
-  const alone = runs.map(({ id, name }) => ({ id, name, ids: [id], look: lookOf(id) }));
   const { rows } = found;
+  const alone = runs.map((row) => ({ id: row.id, name: row.name, ids: [row.id],
+    look: lookOf(row.id), since: leftAt(row, rows, state.shown) }));
   const lines = groups.length ? groups : alone;
   const clock = report ? report.written : Date.now() / 1000;
   const run = details.get(state.run);

@@ -74,7 +74,9 @@ function content(run, age, clock, beside, isLoading) {
           perSecond === null ? null
             : `${number(perSecond)}/s${run.evaluates ? " with evaluation" : ""}`),
         figure("elapsed", "Elapsed", duration(run.elapsed),
-          run.attempts > 1 && `${run.attempts} starts`))),
+          run.attempts > 1 && `${run.attempts} starts`),
+        run.forked && figure("forked", "Forked at", count(run.forked.step),
+          `from ${run.forked.trunk.split("/").at(-1)}`))),
     bar(progress),
   ];
 }

@@ -2,6 +2,7 @@
 
 import { lineKey, lookOf } from "./colors.js";
 import { byId, h, keepFocus, onChange, searchBox } from "./dom.js";
+import { family } from "./family.js";
 import { count, frequent, number } from "./format.js";
 import { choose, state } from "./state.js";
 
@@ -86,18 +87,6 @@ function byScore(rows) {
   });
 }
 
-/** Return each run with its depth in a family: a fork follows the run whose steps it shares. */
-export function family(rows) {
-  const parent = (row) => row.forked?.run && rows.find(({ owner, forked }) =>
-    owner === row.forked.run && forked?.run !== owner);
-  const children = Map.groupBy(rows, (row) => parent(row)?.id);
-  const below = (id, depth) => (children.get(id) ?? [])
-    .flatMap((row) => [[row, depth], ...below(row.id, depth + 1)]);
-  const found = below(undefined, 0);
-  const listed = new Set(found.map(([row]) => row)); // not those that name each other
-  return [...found, ...rows.filter((row) => !listed.has(row)).map((row) => [row, 0])];
-}
-
 const isHidden = ({ id }) => !state.shown.includes(id);
 const byShown = (rows) => rows.toSorted((one, other) => isHidden(one) - isHidden(other));
 const ORDERS = { score: byScore, shown: byShown };
@@ -127,7 +116,10 @@ function item(id) {
     const line = h("span", { class: "line" }, parts.flatMap((one) => [" ", one]));
     line.title = line.textContent.trim().replace("@", "at step ");
     note.replaceChildren(line);
-    if (row.forked) note.append(` · forked at ${count(row.forked.step)}`);
+    if (row.forked) {
+      const title = `from ${row.forked.trunk}`;
+      note.append(" ", h("span", { title }, `forked at ${count(row.forked.step)}`));
+    }
     if (row.nonfinite.length) {
       note.append(" ", h("span", { class: "state", "data-state": "nonfinite" }, "not finite"));
     }
