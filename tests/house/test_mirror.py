@@ -68,6 +68,8 @@ ELSEWHERE = {
     "step/overlap.py": "step/test_lane_engine.py",
     "tools/plans.py": "tools/test_which.py",
     "tools/adopt/batches.py": "tools/test_adopt.py",
+    "tools/adopt/entries.py": "tools/test_adopt.py",
+    "tools/adopt/places.py": "tools/test_adopt.py",
     "tools/adopt/roles.py": "tools/test_adopt.py",
     "tools/adopt/rules.py": "tools/test_adopt.py",
     "tools/adopt/scan.py": "tools/test_adopt.py",

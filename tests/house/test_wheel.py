@@ -16,6 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.commands import commands_of
 from tests.needs import needs
 from tests.watch.serving import serving
 
@@ -46,40 +47,46 @@ def archives(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def fresh(archives, tmp_path, monkeypatch):
-    """Install README's first packages into a new environment; return it, in an empty folder.
+@pytest.fixture(scope="module")
+def installed(archives, tmp_path_factory):
+    """Install README's first packages into a new environment; return its folder of programs.
 
     samestep comes from the folder of the archives, as from an index. Other packages are those of
     the environment of the tests, which pip finds installed if they satisfy the wheel.
     """
-    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
-        monkeypatch.delenv(name, raising=False)
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "venv", folder / "venv")
+    python = folder / "venv" / "bin" / "python"
     # that of Python is too old for torch, and hides the other one
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")
-    others = tmp_path / "others"
+    others = folder / "others"
     others.mkdir()
-    for folder in filter(Path.is_dir, (Path(path) for path in sys.path)):
-        for package in folder.iterdir() if folder.name.endswith("-packages") else ():
+    for packages in filter(Path.is_dir, (Path(path) for path in sys.path)):
+        for package in packages.iterdir() if packages.name.endswith("-packages") else ():
             if "samestep" not in package.name and package.suffix != ".pth":
                 (others / package.name).symlink_to(package)
-    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "of_the_tests.pth").write_text(str(others))
     (command,) = re.findall(
         r"^pip install '(.*?)'", (ROOT / "README.md").read_text(), re.MULTILINE
     )[:1]
     index = "--no-index", "--find-links", archives, "--constraint", ROOT / "constraints.txt"
-    installed = run(python, "-m", "pip", "install", *index, command)
-    assert re.findall(r"^Successfully installed (.*)", installed, re.MULTILINE) == [
+    printed = run(python, "-m", "pip", "install", *index, command)
+    assert re.findall(r"^Successfully installed (.*)", printed, re.MULTILINE) == [
         f"samestep-{version('samestep')}"
     ]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.chdir(empty)
-    monkeypatch.setattr(sys, "executable", str(python))
     return python.parent
+
+
+@pytest.fixture
+def fresh(installed, tmp_path, monkeypatch):
+    """Return the programs of the new environment, in an empty folder."""
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{installed}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(installed / "python"))
+    return installed
 
 
 def first_commands():
@@ -116,6 +123,73 @@ def test_an_installed_wheel_trains_evaluates_verifies_reports_and_watches(fresh)
     run(samestep, "run", "--stop-after", 1, "-m", "recipes.vit.train", *digits)
 
 
+# pages whose commands are typed one after the other, in one folder
+BOOKS = {
+    "readme": ["README.md"],
+    "index": ["docs/index.md"],
+    "skill": [f"skills/samestep/{name}.md" for name in ("SKILL", "run", "verify", "deliver")],
+}
+# how a command begins that is not run from the wheel, and why
+NOT_RUN = {
+    "python3 -m venv": "the environment exists before",
+    "source": "as above",
+    "pip install": "as above; other packages are not downloaded",
+    "make": "needs a clone",
+    "sbatch": "needs a Slurm cluster",
+    "samestep run --hosts": "needs other machines with ssh",
+    "samestep run --nodes": "needs other machines",
+}
+INLINE = re.compile(r"`(samestep \w+ [^`]+\.(?:py|yaml))`")
+
+
+def commands_of_book(name):
+    """Return the words of each command in the blocks and the text of some pages, once."""
+    commands = []
+    for page in (ROOT / path for path in BOOKS[name]):
+        blocks = [block for block in blocks_of(page) if block.language == "sh"]
+        commands += [words for block in blocks for words in commands_of(block.text)]
+        commands += map(shlex.split, INLINE.findall(page.read_text()))
+    return [*dict.fromkeys(map(tuple, commands))]
+
+
+def is_run(words):
+    return not " ".join(words).startswith(tuple(NOT_RUN))
+
+
+def test_only_commands_with_a_reason_are_not_run_from_the_wheel():
+    commands = [words for name in BOOKS for words in commands_of_book(name)]
+    left = [" ".join(words) for words in commands if not is_run(words)]
+    assert [start for start in NOT_RUN if not any(text.startswith(start) for text in left)] == []
+    assert {words[0] for words in commands if is_run(words)} == {"samestep", "torchrun"}
+    assert len(commands) - len(left) > 30
+
+
+def scripts_of_book(name):
+    """Return the scripts that readers of some pages have, by name."""
+    given = (ROOT / "tests/docs/given.py").read_text()  # such as a data set
+    scripts = {}
+    for page in (ROOT / path for path in BOOKS[name]):
+        for block in blocks_of(page):
+            if match := re.fullmatch(r"file (\w+\.py)(, given)?", block.test):
+                scripts[match[1]] = (given if match[2] else "") + block.text
+    return scripts
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("book", BOOKS)
+def test_commands_of_pages_run_from_the_wheel(book, fresh):
+    scripts = scripts_of_book("skill") | scripts_of_book(book)
+    for name, text in scripts.items():
+        Path(name).write_text(text)
+    for words in filter(is_run, commands_of_book(book)):
+        if words[1] == "watch":
+            with serving(words[2]) as served:
+                assert served.json("/api/runs")["runs"]
+        else:
+            run(*words)
+
+
 @pytest.mark.long
 def test_archives_are_complete_and_an_index_can_show_them(archives):
     (wheel,), (source,) = archives.glob("*.whl"), archives.glob("*.tar.gz")
@@ -127,11 +201,12 @@ def test_archives_are_complete_and_an_index_can_show_them(archives):
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         text = message_from_bytes(archive.read(metadata)).get_payload(decode=True).decode()
-    data = ("recipes/circle.py", "skills/samestep/SKILL.md", "tools/adopt/rules.md")
+    pages = ("docs/moving.md", "docs/llms.txt", "docs/loops/imagenet.py", "docs/recipes/vit.md")
+    data = ("recipes/circle.py", "skills/samestep/SKILL.md", "tools/adopt/rules.md", *pages)
     for name in ("py.typed", "watch/page/index.html", *data):
         assert f"samestep/{name}" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"samestep"}
-    assert [name for name in names if "test" in name and "recipes" not in name] == []
+    assert [name for name in names if "/test" in name and "recipes" not in name] == []
     assert text.lstrip().startswith("# samestep\n")
     assert RELATIVE.findall(text) == []
     assert "<!--" not in text

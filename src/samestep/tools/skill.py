@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SKILL = Path("skills", "samestep")
+SKILL = "skills/samestep"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,10 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the skill, or its folder, and return the exit status."""
-    package = Path(__file__).parents[1]
-    # in a wheel, or in a clone
-    folder = next(
-        each / SKILL for each in (package, *package.parents[1:2]) if (each / SKILL).is_dir()
-    )
+    folder = folder_of(SKILL)
     print(folder if options.path else (folder / "SKILL.md").read_text(encoding="utf-8"))
     return 0
+
+
+def folder_of(name: str) -> Path:
+    """Return a folder of the wheel or of the clone, such as that of the documentation, docs."""
+    package = Path(__file__).parents[1]
+    folders = (package / name, package.parents[1] / name)
+    return next(folder for folder in folders if folder.is_dir())

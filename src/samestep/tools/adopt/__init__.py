@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -14,9 +15,11 @@ from typing import Final
 
 from samestep.errors import ConfigError
 from samestep.host import printable
-from samestep.tools.adopt.rules import KINDS
-from samestep.tools.adopt.scan import Entry, Scan
+from samestep.tools.adopt.entries import Entry
+from samestep.tools.adopt.rules import KINDS, Kind, calls
+from samestep.tools.adopt.scan import scan
 from samestep.tools.adopt.source import read_sources
+from samestep.tools.skill import folder_of
 
 WIDTH: Final = 80  # columns
 MOST_PLACES: Final = 8  # that are listed with one advice
@@ -27,12 +30,18 @@ TITLES: Final = {
     "unseen": "CANNOT SEE: look at these places yourself",
     "prove": "PROVE it",
 }
+COUNTED: Final[dict[Kind, str]] = {
+    "goes": "to remove",
+    "changes": "to write anew",
+    "breaks": "that break sameness",
+    "unseen": "to look at",
+}
 WRAP: Final = textwrap.TextWrapper(
     *(WIDTH, " " * 4, " " * 4), break_long_words=False, break_on_hyphens=False
 )
 PROOF: Final = "the steps of 1 and 2 workers, and after a kill, must be the same"
 LINK: Final = "verify.md"
-PARSERS: Final = ("argparse", "click", "fire", "hydra", "absl", "simple_parsing", "tyro", "typer")
+START: Final = "import samestep"  # is written first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +72,16 @@ def plan(script: Path) -> list[Entry]:
     Raises `ConfigError` if the script cannot be read.
     """
     sources, missing = read_sources(script)
-    means = [each.means for each in sources[0].imports]
-    is_done = "samestep" in {each.partition(".")[0] for each in means}
+    imported = [name.means for name in sources[0].imports]
+    is_done = "samestep" in {name.partition(".")[0] for name in imported}
     try:
-        entries = [] if is_done else Scan(sources, missing).entries
+        entries = [] if is_done else scan(sources, missing)
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply; expected a training script") from error
-    entries.sort(key=lambda entry: (KINDS.index(entry.kind), entry.file, entry.line))
-    takes_arguments = any(each.startswith(PARSERS) for each in means)
+    order = {str(source.path): number for number, source in enumerate(sources)}  # the script first
+    entries.sort(key=lambda entry: (KINDS.index(entry.kind), order[entry.file], entry.line))
+    entries.sort(key=lambda entry: not entry.write.startswith(START))
+    takes_arguments = any(map(calls("parsers").fullmatch, imported))
     command = f"samestep verify -n 1,2 --kill {script}{' ARGUMENTS' * takes_arguments}"
     say = "this already uses samestep; " * is_done + PROOF
     return [*entries, Entry("prove", str(script), 1, "verify", say, command, LINK)]
@@ -78,13 +89,19 @@ def plan(script: Path) -> list[Entry]:
 
 def as_text(entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the lines of a plan for people: places with one advice are listed together."""
+    counts = Counter(entry.kind for entry in entries)
+    parts = ", ".join(f"{counts[kind]} {text}" for kind, text in COUNTED.items())
+    if len(entries) > 1:
+        yield f"{entries[-1].file}: {parts}\ndocs/ is {folder_of('docs')}\n"
     for kind, of_kind in groupby(entries, lambda entry: entry.kind):
         yield f"{TITLES[kind]}\n"
         together: dict[tuple[str, str, str], list[Entry]] = {}
         for entry in of_kind:
-            together.setdefault((entry.say, entry.write, entry.link), []).append(entry)
+            write = entry.write if entry.write != entry.name else ""  # the line only moves
+            together.setdefault((entry.say, write, entry.link), []).append(entry)
         for (say, write, link), group in together.items():
             places = [f"  {entry.file}:{entry.line}  {entry.name}" for entry in group]
+            places = places if kind in COUNTED else []
             yield from (place[:WIDTH].rstrip() for place in places[:MOST_PLACES])
             if rest := len(places[MOST_PLACES:]):
                 yield f"  … and {rest} more places, which --json lists"

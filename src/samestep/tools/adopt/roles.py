@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from samestep.tools.adopt.rules import matcher, roles
+from samestep.tools.adopt.rules import calls, roles
 from samestep.tools.adopt.source import Source
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Loop = ast.For | ast.AsyncFor | ast.While
 LEARNED: Final = ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.withitem | ast.Call
 PASSES: Final = 5  # over all statements, until roles have reached all names
 MOST_VALUES: Final = 8  # of a name, such as of a parameter
 # their names mean workers only if the script has some: a rank may be that of a matrix
-OF_WORKERS: Final = ("world", "rank")
-GROUPS: Final = ("torch.distributed", "accelerate", "lightning", "deepspeed", "torch.multiproc")
-# calls with the role of an argument, or of their object
-SAME: Final = matcher(
-    *("*.convert_sync_batchnorm()", "torch.compile()", "<accelerator>.*()", "<fabric>.setup*()"),
-    *("iter()", "enumerate()", "*tqdm()", "*cycle()", "*islice()", "int()", "zip()", "float()"),
-    *("*refetcher()", "*.log_every()", "*Loader()", "map()", "*repeat()", "*from_iterable()"),
-)
-OF_OBJECT: Final = matcher("*.to()", "*.to(device)", "*.cuda()", "*.train()", "*.eval()")
-PREPARE: Final = matcher("<accelerator>.prepare*()", "<fabric>.setup*()")
+OF_WORKERS: Final = ("world", "devices", "rank", "distributed")
+NO_RANK: Final = ("-1", "None")  # that of a process without a group
+NUMBERS: Final = {"<world>", "<devices>"}
 SIGNS: Final[dict[type[ast.operator], str]] = {ast.Add: "+", ast.Mult: "times", ast.Div: "/"}
 SIGNS.update({ast.FloorDiv: "//", ast.Mod: "%"})
 DEVICE: Final = re.compile("device|cuda|gpu|rank")
-GIVEN: Final = ("module", "score", "device", "<loader>", "set()")  # in names of calls
+ARGUMENTS: Final = ("module", "score", "device", "<loader>", "set()")  # in names of calls
 SCORE: Final = re.compile(r"\.item\(\)|\bloss|\bacc(uracy)?\d?\b|\.size\(")
 
 
@@ -56,6 +50,28 @@ def code(node: ast.AST | None) -> str:
     return re.sub(r"\s+", " ", ast.unparse(node)) if node else "..."
 
 
+def is_stored(node: ast.AST) -> bool:
+    """Return whether a node is a name or an attribute that a statement assigns."""
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def bound_name(node: ast.AST) -> str:
+    """Return the name that a node binds, "" if it binds none."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.alias(name=name, asname=other):
+            return (other or name).partition(".")[0]
+    return ""
+
+
+def nodes_of(statements: Iterable[ast.AST]) -> list[ast.AST]:
+    """Return all nodes of statements."""
+    return [node for statement in statements for node in ast.walk(statement)]
+
+
 @cache
 def returned(function: Function) -> list[ast.expr]:
     """Return what a function returns."""
@@ -75,25 +91,29 @@ class Names(ast.NodeVisitor):
         self.assigned: dict[str, list[ast.expr]] = {}  # all values of a target, in any scope
         self.made: dict[str, dict[str, ast.expr]] = {}  # by role and target
         self.callers: dict[Function, list[ast.Call]] = {}
+        self.reads: dict[str, list[ast.AST]] = {}  # of a name or an attribute, in any scope
         self._functions: dict[str, list[Function]] = {}
         self._values: dict[tuple[ast.AST, str], list[Value]] = {}
         self._scopes: dict[ast.AST, ast.AST] = {}  # the function or module around a node
+        self._bindings: dict[tuple[ast.AST, str], ast.AST] = {}  # the first, by scope and name
         self._visited: dict[ast.AST, str] = {}
-        self._means = {s.tree: {each.name: each.means for each in s.imports} for s in sources}
-        self._local = {s.tree: {each.name for each in s.imports if each.file} for s in sources}
-        means = [each for names in self._means.values() for each in names.values()]
-        self.has_workers = any(each.startswith(GROUPS) for each in means)
+        self._means = {file.tree: {i.name: i.means for i in file.imports} for file in sources}
+        self._local = {file.tree: {i.name for i in file.imports if i.file} for file in sources}
+        imported = [means for names in self._means.values() for means in names.values()]
+        self.has_workers = any(map(calls("of workers").fullmatch, imported))
         for source in sources:
             self._read(source.tree)
-        self.nodes = [*self.parents]
+        self.nodes = [*self._reached(sources)]
         statements = [node for node in self.nodes if isinstance(node, LEARNED)]
+        statements = [node for node in statements if not self._is_field(node)]
         for _ in range(PASSES):
-            news = [self._learn(node) for node in statements]
+            is_new = [self._learn(node) for node in statements]
             self._visited.clear()
-            if not any(news):
+            if not any(is_new):
                 break
 
     def _read(self, tree: ast.Module) -> None:
+        """Note the parent and the scope of each node, the functions, and where names are read."""
         self._scopes[tree] = tree
         todo: list[ast.AST] = [tree]
         for node in todo:  # which grows
@@ -102,11 +122,70 @@ class Names(ast.NodeVisitor):
                 if not isinstance(child, ast.expr_context | ast.operator):  # shared by all nodes
                     self.parents[child], self._scopes[child] = node, scope
                     todo.append(child)
+            owner = self.parents.get(node)
+            name = bound_name(node)
+            if name and not isinstance(owner, ast.ClassDef):
+                self._bindings.setdefault((self._scopes[node], name), node)
+            if not is_stored(node) and (text := dotted(node)):
+                self.reads.setdefault(text, []).append(node)
             if isinstance(node, Function):
-                owner = self.parents[node]
-                is_init = isinstance(owner, ast.ClassDef) and node.name == "__init__"
-                name = owner.name if is_init and isinstance(owner, ast.ClassDef) else node.name
+                if name == "__init__" and isinstance(owner, ast.ClassDef):
+                    name = owner.name
                 self._functions.setdefault(name, []).append(node)
+
+    def _is_field(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.AnnAssign) and isinstance(self.parents[node], ast.ClassDef)
+
+    def _reached(self, sources: Sequence[Source]) -> Iterator[ast.AST]:
+        """Yield all nodes but those of functions and classes of other files that nothing names."""
+        others = {source.tree for source in sources[1:]}
+        definitions: dict[str, list[ast.AST]] = {}
+        for node in self.parents:
+            is_outer = self._scopes[node] in others and not isinstance(
+                self.parents[node], ast.ClassDef
+            )
+            # a decorator may keep it by its name
+            if is_outer and isinstance(node, Function | ast.ClassDef) and not node.decorator_list:
+                definitions.setdefault(node.name, []).append(node)
+        if any(map(self._is_by_name, self.parents)):
+            definitions = {}
+        left = {node: {*ast.walk(node)} for nodes in definitions.values() for node in nodes}
+        inside = set().union(*left.values())
+        todo = [node for node in self.parents if node not in inside]
+        for node in (node for node in todo if node in self.parents):  # which grows
+            name = getattr(node, "attr", getattr(node, "id", ""))
+            name = node.name if isinstance(node, ast.alias) and node.asname else name
+            module, named = self.module(node), definitions.get(name, [])
+            if isinstance(self._bindings.get((module, name)), Function | ast.ClassDef):
+                named = [definition for definition in named if self.module(definition) is module]
+            for definition in named:
+                todo += left.pop(definition, ())
+        unused = set().union(*left.values())
+        return (node for node in self.parents if node not in unused)
+
+    def _is_by_name(self, node: ast.AST) -> bool:
+        """Return whether a node takes something of a module by a name that is a text."""
+        match node:
+            case ast.Attribute(attr="__dict__") | ast.Name(id="globals" | "exec" | "eval"):
+                return True
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=name), *_]):
+                return name in self._local[self.module(node)]
+        return False
+
+    def bindings(self, name: str) -> list[ast.AST]:
+        """Return the first node of each scope that binds a name."""
+        return [node for (_, bound), node in self._bindings.items() if bound == name]
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the function or the module around a node."""
+        return self._scopes[node]
+
+    def home(self, node: ast.AST, text: str) -> ast.AST:
+        """Return the scope of a name: the function that binds it, or the module."""
+        scope = self.module(node) if "." in text else self._scopes[node]
+        while not isinstance(scope, ast.Module) and (scope, text) not in self._bindings:
+            scope = self._scopes[scope]
+        return scope
 
     def module(self, node: ast.AST) -> ast.Module:
         """Return the module of a node."""
@@ -126,11 +205,15 @@ class Names(ast.NodeVisitor):
             return values[0].role
         text = dotted(node)
         is_called = getattr(self.parents.get(node), "func", None) is node
-        if not text or is_called or text in self._means[self.module(node)]:
+        means = self._means[self.module(node)]
+        is_of_torch = means.get(text.partition(".")[0], "").startswith("torch")
+        if not text or is_called or is_of_torch or text in means:
             return ""
         last = text.rpartition(".")[2]
-        found = (role for role, (_, _, named) in roles().items() if named.fullmatch(last))
-        return next((role for role in found if self.has_workers or role not in OF_WORKERS), "")
+        named = (role for role, (_, _, names) in roles().items() if names.fullmatch(last))
+        return next((role for role in named if self.has_workers or role not in OF_WORKERS), "")
+
+    # what rules call a node
 
     def visit(self, node: ast.AST) -> str:
         if node not in self._visited:
@@ -143,20 +226,25 @@ class Names(ast.NodeVisitor):
     def visit_Call(self, call: ast.Call) -> str:
         name = self.visit(call.func)
         first = call.args[0] if call.args else ast.Constant(None)
-        last, given = name.rpartition(".")[2], ""
+        last, argument = name.rpartition(".")[2], ""
         if last == "getattr" and not isinstance(call.args[-1], ast.Constant):
-            given = "module" * (dotted(first).partition(".")[0] in self._means[self.module(call)])
+            argument = "module" * (
+                dotted(first).partition(".")[0] in self._means[self.module(call)]
+            )
         elif last in {"update", "append"}:
-            given = "score" * bool(SCORE.search(code(call)))
+            argument = "score" * bool(SCORE.search(code(call)))
         elif last == "to":
-            given = "device" * bool(DEVICE.search(code(first)))
+            argument = "device" * bool(DEVICE.search(code(first)))
         elif last == "len":
-            given = f"<{role}>" if (role := self.role(first)) else ""
+            argument = f"<{role}>" if (role := self.role(first)) else ""
         elif name in {"list", "tuple", "enumerate"} and isinstance(first, ast.Call):
-            given = self.visit(first)
+            argument = self.visit(first)
         elif name in {"os.environ.get", "os.getenv"}:
             return f"os.environ.{code(first)[1:-1]}"
-        return f"{name}({given if given in GIVEN else ''})"
+        elif last == "add_argument":  # by the name that argparse gives it
+            flags = [code(flag)[1:-1] for flag in call.args if code(flag)[1:3] == "--"]
+            return f"{name}({''.join(flags[:1]).replace('-', '_').replace('__', '--', 1)})"
+        return f"{name}({argument if argument in ARGUMENTS else ''})"
 
     def visit_keyword(self, node: ast.keyword) -> str:
         value = str(node.value.value) if isinstance(node.value, ast.Constant) else "x"
@@ -167,16 +255,16 @@ class Names(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> str:
         first, second = map(self._operand, (node.left, node.right))
-        if "<rank>" in {first, second} or first == second == "<world>":
+        if "<rank>" in {first, second} or {first, second} <= NUMBERS:
             return ""  # the number of another worker, or of all
         sign = SIGNS.get(type(node.op))
-        return f"{first} {sign}" if first == "<world>" else f"{sign} {second}"
+        return f"{first} {sign}" if first in NUMBERS else f"{sign} {second}"
 
     def visit_Subscript(self, node: ast.Subscript) -> str:
         name, key = self.visit(node.value), getattr(node.slice, "value", None)
         if isinstance(key, str):
             return f"{name}.{key}"
-        return f"{name}[]{' =' * isinstance(node.ctx, ast.Store)}"
+        return f"{name}[]{' =' * is_stored(node)}"
 
     def visit_Name(self, node: ast.Name | ast.Attribute) -> str:
         parent, role = self.parents[node], self.role(node)
@@ -189,7 +277,7 @@ class Names(ast.NodeVisitor):
         if isinstance(parent, ast.ClassDef) and node in parent.bases:
             return f"class({name})"
         is_off = isinstance(parent, ast.Assign) and code(parent.value) == "False"
-        return f"{name} =" if isinstance(node.ctx, ast.Store) and not is_off else name
+        return f"{name} =" if is_stored(node) and not is_off else name
 
     visit_Attribute = visit_Name  # noqa: N815  ast gives the names of methods
 
@@ -200,6 +288,8 @@ class Names(ast.NodeVisitor):
         values = [f"<{value.role}>" for value in self.values(node, PASSES)] or [self.visit(node)]
         return values[0] if values[0].startswith("<") else "x"
 
+    # roles
+
     def callee(self, call: ast.AST) -> Function | None:
         """Return the function of the files that were read which a call calls."""
         if not isinstance(call, ast.Call):
@@ -207,43 +297,47 @@ class Names(ast.NodeVisitor):
         module, text = self.module(call), dotted(call.func)
         root = text.partition(".")[0]
         last = self._means[module].get(text, text).rpartition(".")[2]
-        found = self._functions.get(last, [])
-        own = [function for function in found if self.module(function) is module]
-        if root == "self" or ("." not in text and own):
-            return next(iter(own), None)
-        return found[0] if found and root in self._local[module] else None
+        functions = self._functions.get(last, [])
+        of_module = [function for function in functions if self.module(function) is module]
+        if root == "self" or ("." not in text and of_module):
+            return next(iter(of_module), None)
+        return functions[0] if functions and root in self._local[module] else None
 
     def values(self, node: ast.AST, depth: int = 0) -> list[Value]:
         """Return the roles of an expression."""
         if not isinstance(node, ast.expr):
             return []
-        if (known := self._lookup(node)) or depth > PASSES:
-            return known
+        if (values := self._lookup(node)) or depth > PASSES:
+            return values
         name = self.visit(node)
         made = (role for role, (by, _, _) in roles().items() if by.fullmatch(name))
-        role = next(made, name.strip("<>") if name in {"<world>", "<rank>"} else "")
+        role = next(made, name.strip("<>") if name in {*NUMBERS, "<rank>"} else "")
         if role:
             return [Value(role, node)]
         is_test = isinstance(node, ast.Compare | ast.UnaryOp)
-        values = (each for one in self._parts(node, name) for each in self.values(one, depth + 1))
-        return [each for each in values if each.role == "rank" or not is_test]
+        parts = self._parts(node, name)
+        values = [value for part in parts for value in self.values(part, depth + 1)]
+        values = [value for value in values if value.role == "rank" or not is_test]
+        if isinstance(node, ast.Compare) and code(node.comparators[0]) in NO_RANK:
+            return [Value("distributed", value.made) for value in values]
+        return values
 
     def _parts(self, node: ast.expr, name: str) -> list[ast.expr]:
         """Return the expressions of which an expression has the role."""
         if function := self.callee(node):
             return returned(function)
         match node:
-            case ast.Call(args=parts) if SAME.fullmatch(name):
-                pass
-            case ast.Call(func=ast.Attribute(value=value)) if OF_OBJECT.fullmatch(name):
-                parts = [value]
+            case ast.Call(args=parts) if calls("role of their arguments").fullmatch(name):
+                return parts
+            case ast.Call(func=ast.Attribute(value=value)) if calls(
+                "role of their object"
+            ).fullmatch(name):
+                return [value]
             case ast.IfExp(body=body, orelse=other):
-                parts = [body, other]
+                return [body, other]
             case ast.Compare(left=value) | ast.UnaryOp(operand=value):
-                parts = [value]
-            case _:
-                parts = node.values if isinstance(node, ast.BoolOp) else []
-        return parts
+                return [value]
+        return node.values if isinstance(node, ast.BoolOp) else []
 
     def _lookup(self, node: ast.AST) -> list[Value]:
         text = dotted(node)
@@ -265,19 +359,21 @@ class Names(ast.NodeVisitor):
                 return self._assign(target, value)
             case ast.Call(func=ast.Attribute(attr="parameters", value=owner)):
                 text = dotted(owner)
-                made = [each for each in self.assigned.get(text, []) if isinstance(each, ast.Call)]
+                made = [
+                    value for value in self.assigned.get(text, []) if isinstance(value, ast.Call)
+                ]
                 if text not in {"", "self"} and not self._lookup(owner):
-                    return self._add(owner, text, [Value("model", each) for each in [*made, owner]])
+                    return self._add(owner, text, [Value("model", call) for call in [*made, owner]])
         function = self.callee(node)
         if function is None or not isinstance(node, ast.Call):
             return False
         self.callers.setdefault(function, []).append(node)
-        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
         pairs = [*zip(names[names[:1] == ["self"] :], node.args, strict=False)]
-        pairs += [(each.arg, each.value) for each in node.keywords if each.arg]
+        pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
         body = function.body[0]
         return max(
-            [self._add(body, name, self.values(each)) for name, each in pairs], default=False
+            [self._add(body, name, self.values(value)) for name, value in pairs], default=False
         )
 
     def _assign(self, target: ast.expr, value: ast.expr) -> bool:
@@ -286,33 +382,35 @@ class Names(ast.NodeVisitor):
             return max(map(self._assign, target.elts, parts), default=False)
         if not (text := dotted(target)):
             return False
-        known = self.assigned.setdefault(text, [])
-        known += [value] if all(value is not each for each in known) else []
+        assigned = self.assigned.setdefault(text, [])
+        assigned += [value] if all(value is not other for other in assigned) else []
         values = self.values(value)
         if not values and isinstance(value, ast.Call):
             last = text.rpartition(".")[2]
             named = (role for role, (_, names, _) in roles().items() if names.fullmatch(last))
             values = [Value(role, value) for role in named][:1]
-        in_loop = any(isinstance(each, ast.For | ast.While) for each in self.around(target))
-        values = [each for each in values if each.role != "tensor" or not in_loop]
+        in_loop = any(isinstance(outer, ast.For | ast.While) for outer in self.around(target))
+        values = [value for value in values if value.role != "tensor" or not in_loop]
         return self._add(target, text, values)
 
     def _elements(self, value: ast.expr, number: int) -> list[ast.expr]:
         """Return the expressions that a tuple of targets gets, or what makes all of them."""
-        if isinstance(value, ast.Call) and PREPARE.fullmatch(self.visit(value)):
+        if isinstance(value, ast.Call) and calls("prepares its arguments").fullmatch(
+            self.visit(value)
+        ):
             return value.args
         function = self.callee(value)
         tuples = [value, *(returned(function) if function else [])]
-        elements = (each.elts for each in tuples if isinstance(each, ast.Tuple))
-        return next((each for each in elements if len(each) == number), [value] * number)
+        elements = (part.elts for part in tuples if isinstance(part, ast.Tuple))
+        return next((parts for parts in elements if len(parts) == number), [value] * number)
 
     def _add(self, place: ast.AST, text: str, values: list[Value]) -> bool:
         """Add roles of a name in the scope of a node; return whether some are new."""
         scope = self.module(place) if "." in text else self._scopes[place]
-        known = self._values.setdefault((scope, text), [])
-        new = [each for each in values if all(each.made is not old.made for old in known)]
-        known += new[: max(MOST_VALUES - len(known), 0)]
-        for each in new:
-            if any(each.made is made for made in self.assigned.get(text, [])):
-                self.made.setdefault(each.role, {}).setdefault(text, each.made)
-        return bool(new) and len(known) < MOST_VALUES
+        before = self._values.setdefault((scope, text), [])
+        new = [value for value in values if all(value.made is not old.made for old in before)]
+        before += new[: max(MOST_VALUES - len(before), 0)]
+        for value in new:
+            if any(value.made is made for made in self.assigned.get(text, [])):
+                self.made.setdefault(value.role, {}).setdefault(text, value.made)
+        return bool(new) and len(before) < MOST_VALUES

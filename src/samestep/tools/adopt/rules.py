@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 Kind = Literal["goes", "changes", "breaks", "unseen"]
-KINDS: Final[tuple[Kind, ...]] = ("goes", "changes", "breaks", "unseen")
+KINDS: Final[tuple[Kind, ...]] = ("changes", "breaks", "goes", "unseen")
 TABLE: Final = Path(__file__).with_name("rules.md")
 CODE: Final = re.compile(r"`([^`]+)`")
 
@@ -36,15 +36,15 @@ class Rule:
 @cache
 def rules() -> dict[str, Rule]:
     """Return the rules by name, in the order of the tables."""
-    found: dict[str, Rule] = {}
+    table: dict[str, Rule] = {}
     for section, cells in _rows():
         kind = next((kind for kind in KINDS if cells[1:2] == [kind]), None)
         if kind:
             name, _, where, examples, write, say, link = cells
             lines = write.strip("`").replace("<br>", "\n")
             patterns = tuple(CODE.findall(examples))
-            found[name] = Rule(section, name, kind, where, patterns, lines, say, link)
-    return found
+            table[name] = Rule(section, name, kind, where, patterns, lines, say, link)
+    return table
 
 
 @cache
@@ -54,11 +54,20 @@ def roles() -> dict[str, tuple[re.Pattern[str], ...]]:
     return {role: tuple(matcher(*CODE.findall(cell)) for cell in cells) for role, *cells in rows}
 
 
+@cache
+def calls(purpose: str) -> re.Pattern[str]:
+    """Return what matches the names in a row of the last table."""
+    (names,) = (
+        names for section, (what, names, *_) in _rows() if (section, what) == ("Calls", purpose)
+    )
+    return matcher(*CODE.findall(names))
+
+
 def _rows() -> Iterator[tuple[str, list[str]]]:
     section = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         section = line.removeprefix("## ") if line.startswith("## ") else section
-        if line.startswith("| ") and not line.startswith(("| rule |", "| role |")):
+        if line.startswith("| ") and not line.startswith(("| rule |", "| role |", "| calls |")):
             yield section, [cell.strip() for cell in line.strip("|").split("|")]
 
 

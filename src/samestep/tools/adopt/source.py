@@ -62,16 +62,18 @@ def read_sources(script: Path) -> tuple[list[Source], dict[Path, str]]:
             missing[path] = str(error)
             continue
         is_package = path.name == INIT
-        for each in source.imports:
-            takes = names if each.name == "*" else each.takes
-            is_taken = not is_package or {"*", each.name} & names or each.name == "*"
-            if each.file and is_taken and (each.file, takes) not in todo:
-                todo.append((each.file, takes))
+        defines = names & {getattr(node, "name", "") for node in source.tree.body}
+        for bound in source.imports:
+            takes = names if bound.name == "*" else bound.takes
+            is_taken = not is_package or {"*", bound.name} & names or bound.name == "*" or defines
+            if bound.file and is_taken and (bound.file, takes) not in todo:
+                todo.append((bound.file, takes))
         submodules = (_find(path.parent, [name]) for name in names if is_package)
         todo += [(file, ALL) for file in submodules if file and (file, ALL) not in todo]
     if not sources[script].tree.body:
         raise ConfigError(f"{script} is empty; expected a training script")
-    if not any(each.means.startswith(TRAINING) for s in sources.values() for each in s.imports):
+    imports = (bound for source in sources.values() for bound in source.imports)
+    if not any(bound.means.startswith(TRAINING) for bound in imports):
         raise ConfigError(
             f"neither {script} nor a module of its folder that it imports imports torch; expected a"
             " script that trains with PyTorch"
