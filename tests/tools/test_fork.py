@@ -95,18 +95,25 @@ def test_a_fork_with_nothing_changed_ends_with_the_bits_of_the_trunk(trunk, tmp_
         assert rows[5].head.hex() == forked["chain"]
 
 
-def test_a_fork_at_a_snapshot_becomes_a_run_with_other_arguments(trunk, tmp_path, monkeypatch):
+def test_a_fork_at_a_snapshot_becomes_a_run_with_other_arguments(
+    trunk, tmp_path, monkeypatch, call
+):
     calls = []
     monkeypatch.setattr("os.execv", lambda path, words: calls.append((path, words)))
     fork = tmp_path / "fork"
     words = "fork", trunk, "--at", 8, "--dir", fork, "-n", 3, SCRIPT, "shuffled", "0.5"
-    main([*map(str, words)])
+    assert "starting, and to go on after a stop: samestep run -n 3" in call(*words)[1]
     ((path, [_, *command]),) = calls
     assert path == sys.executable
     run_python(*command, check=True)
     old, new = means(trunk), means(fork)
     assert [step for step in old if old[step] != new[step]] == ["step 8", "step 9"]
     assert new.keys() == old.keys()
+    assert "\nB is a fork of A, from step 8 on\n" in call("compare", trunk, fork)[1]
+    assert "\nA is a fork of B, from step 8 on\n" in call("compare", fork, trunk)[1]
+    uses = [call("which", run, "--sample", 5)[1].splitlines()[-1] for run in (trunk, fork)]
+    assert uses[0].endswith("start 1 (the first), 2 workers")
+    assert uses[1].endswith("start 1 of trunk (the first), 2 workers")
 
 
 @pytest.mark.parametrize(
@@ -190,6 +197,13 @@ def test_all_steps_are_repeated_without_a_snapshot(trunk, tmp_path, call):
     assert status == 0, printed
     start(tmp_path / "twig", 4)
     assert state(tmp_path / "twig") == state(trunk)
+    # a fork whose only change is the rate, beside the fork of the fork
+    other = tmp_path / "other"
+    words = "--at", 4, "--dir", other, "--no-start", SCRIPT, "shuffled", "0.5"
+    assert call("fork", trunk, *words)[0] == 0
+    start(other, 1, arguments=("shuffled", "0.5"))
+    both = f"both are forks of {trunk.name}, from steps 3 and 4 on"
+    assert both in call("compare", tmp_path / "twig", other)[1]
 
 
 def make_digits(folder):
@@ -231,7 +245,8 @@ def test_forks_of_a_recipe(name, tmp_path, call, monkeypatch):
         run_python(*run, 3, "--dir", fork, *module, *changes, check=True)
     assert state(same) == state(trunk)
     assert call("compare", trunk, same)[0] == 0
-    assert "from step 5 on, first in its rates" in call("compare", trunk, other)[1]
+    printed = call("compare", trunk, other)[1]
+    assert "from step 5 on, first in its rates\nB is a fork of A, from step 5 on\n" in printed
 
 
 @pytest.mark.long

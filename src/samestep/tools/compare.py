@@ -164,8 +164,14 @@ def _differing_state(directories: Sequence[Path], steps: int) -> list[str]:
 
 @dataclass
 class Context:
-    """What the record of a run says of a step: its start, loop, learning rates and means."""
+    """What the record of a run says of a step: its start, loop, learning rates and means.
 
+    `run` is its id, and `trunks` has those of the runs that it is a fork of, with their names and
+    the numbers of steps.
+    """
+
+    run: Any = None
+    trunks: dict[Any, tuple[str, int]] = field(default_factory=dict)
     start: Mapping[str, Any] = field(default_factory=dict)
     loop: Mapping[str, Any] = field(default_factory=dict)
     rates: dict[str, Any] = field(default_factory=dict)
@@ -178,7 +184,14 @@ class Context:
         with suppress(RecordError):
             for event in read_history(directory):
                 number, kind = event.get("step"), event.get("event")
-                if not isinstance(number, int) or number > step:
+                if not isinstance(number, int):
+                    continue
+                if kind == "forked":
+                    name = Path(str(event.get("trunk"))).name
+                    context.trunks[event.get("run")] = name, number
+                if kind in STARTS:
+                    context.run = event.get("run")
+                if number > step:
                     continue
                 if kind in STARTS:
                     context.start = event
@@ -200,6 +213,7 @@ class Context:
 
 def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]:
     """Yield what differs in a step, and in the records of its runs."""
+    yield from _forked(*contexts)
     yield from parting.lines
     programs = [context.program for context in contexts]
     found = {
@@ -215,6 +229,17 @@ def _lines_about(parting: Parting, contexts: Sequence[Context]) -> Iterator[str]
     if others := [line for line in _pairs(*programs) if line not in shown]:
         yield "other differences of their starts:"
         yield from [f"  {line}" for line in others[:SHOWN]]
+
+
+def _forked(a: Context, b: Context) -> Iterator[str]:
+    """Yield a line if one of two runs is a fork of the other one, or both are of a third."""
+    for name, fork, of, trunk in (("A", a, "B", b), ("B", b, "A", a)):
+        if trunk.run in fork.trunks:
+            yield f"{name} is a fork of {of}, from step {fork.trunks[trunk.run][1]} on"
+            return
+    for run in [run for run in reversed(a.trunks) if run in b.trunks][:1]:
+        (name, first), (_, second) = a.trunks[run], b.trunks[run]
+        yield f"both are forks of {printable(name)}, from steps {first} and {second} on"
 
 
 def _sizes_of(loop: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,7 +132,8 @@ class Target:
         flags = [f"{flag_name(name)}={as_text(value)}" for name, value in self.flags.items()]
         words = ["run", "-n", str(self.workers), "--dir", str(self.directory), *flags]
         words += self.command
-        print(f"to go on: samestep {shlex.join(words)}", flush=True)
+        begin = "starting, and to go on after a stop" if self.starts else "to go on"
+        print(f"{begin}: samestep {shlex.join(words)}", flush=True)
         if self.starts:
             os.execv(sys.executable, [sys.executable, "-m", "samestep", *words])  # noqa: S606
         return 0

@@ -96,12 +96,14 @@ class History:
 
     `first` is the first step that this record has, after 0 if the run began with a snapshot of
     another one, `origin`. `starts` are the starts' events, and `skipped` the steps without update.
+    `trunks` has the names of the runs that it is a fork of, by their ids.
     """
 
     def __init__(self, directory: Path) -> None:
         """Read a record. Raises `RecordError` if there is none, or it is damaged."""
         self.directory = directory
         self.starts: list[Mapping[str, Any]] = []
+        self.trunks: dict[str, str] = {}
         self.first, self.origin = 0, ""
         self.skipped: set[int] = set()
         self._passes: list[_Pass] = []
@@ -141,6 +143,8 @@ class History:
             self._shares.append(event)
         elif kind == "batch_skipped":
             self.skipped.add(step)
+        elif kind == "forked":
+            self.trunks[str(event.get("run"))] = Path(str(event.get("trunk"))).name
 
     def _forget(self, step: int, start: Mapping[str, Any]) -> None:
         """Forget what steps from `step` on have recorded, or all if another history begins."""

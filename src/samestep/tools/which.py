@@ -90,7 +90,9 @@ def _start(history: History, stretch: Stretch) -> str:
     """Return which start made the steps of a stretch."""
     start = history.starts[stretch.start]
     how = f"resumed at step {start['step']}" if start["event"] == "resumed" else "the first"
-    return f"start {stretch.start + 1} ({how}), {counted(len(start['workers']), 'worker')}"
+    trunk = history.trunks.get(str(start.get("run")))
+    of = f" of {trunk}" if trunk else ""
+    return f"start {stretch.start + 1}{of} ({how}), {counted(len(start['workers']), 'worker')}"
 
 
 def _name(index: int, stretch: Stretch) -> str:

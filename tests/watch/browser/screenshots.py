@@ -153,7 +153,8 @@ def take(page: Page, file: Path, *runs: str, **chosen: Any) -> None:
     page.open(*runs, **chosen)
     page.until(
         "const open = document.querySelector('[role=tabpanel]:not([hidden])');"
-        "const cards = [...open.querySelectorAll('[data-scalar]')].slice(0, 2);"
+        "const isSeen = (card) => card.getBoundingClientRect().top < innerHeight;"
+        "const cards = [...open.querySelectorAll('[data-scalar]')].filter(isSeen);"
         "const drawn = cards.every((card) => Number(card.dataset.points) > 0);"
         "const images = [...open.querySelectorAll('img')];"
         "const loaded = images.every((image) => image.complete && image.naturalWidth);"

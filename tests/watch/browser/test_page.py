@@ -209,7 +209,8 @@ def test_versions_and_hosts_of_two_runs_are_compared(place, page, names):
 @pytest.fixture(scope="module")
 def family(place, names):
     """The names of a trunk, a fork of it at step 2, and a fork of that at step 3."""
-    runs = {name: place / next(names) for name in ("trunk", "fork", "twig")}
+    runs = {"trunk": place / next(names), "fork": place / "decay-from-2"}
+    runs["twig"] = place / "decay-from-2-slower"
 
     def forked(step, of):
         return {"event": "forked", "step": step, "run": of, "trunk": f"/runs/{of}"}
@@ -225,6 +226,7 @@ def family(place, names):
 
 @pytest.mark.long
 def test_forks_are_listed_below_the_run_that_they_share_steps_with(family, page):
+    page.wait_for_run(family["twig"])
     page.open(family["trunk"])
     depths = page.until(
         "const items = [...document.querySelectorAll('#runs li')];"
@@ -236,7 +238,10 @@ def test_forks_are_listed_below_the_run_that_they_share_steps_with(family, page)
     )
     assert depths == [[name, str(depth)] for depth, name in enumerate(family.values())]
     text = "return document.querySelector(`#runs li[data-run='${arguments[0]}']`).textContent"
-    assert "forked at 3" in page.run(text, family["twig"])
+    texts = {name: page.run(text, run) for name, run in family.items()}
+    assert texts["fork"].startswith("decay-from-2 ")
+    assert texts["twig"].startswith("…slower ")
+    assert texts["twig"].endswith("forked at 3")
     assert "Forked at3from fork" in page.open(family["twig"]).run(
         "return document.getElementById('overview').textContent"
     )
@@ -255,6 +260,7 @@ def test_forks_are_listed_below_the_run_that_they_share_steps_with(family, page)
     ],
 )
 def test_curves_of_a_family_are_joined_where_a_fork_begins(family, page, shown, points):
+    page.wait_for_run(family["twig"])
     page.open(*(family[name] for name in shown.split()))
     page.points("loss", points)
 

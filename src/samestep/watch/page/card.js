@@ -119,12 +119,13 @@ export class Card {
     const isGrouped = wanted.some(({ line }) => line.isGroup);
     const crowded = wanted.length > (isGrouped ? MANY_GROUPS : MANY);
     this.curves = wanted.map(({ line: { id, ids, name, look: ownLook, isGroup, since } }) => {
+      const whole = this.responses.get(id);
       const { x, value, low, high, smooth, runs, spans, points, exact } =
-        ownPart(this.responses.get(id), state.axis === "step" ? since : null);
+        ownPart(whole, state.axis === "step" ? since : null);
       const banded = state.band && (!crowded || ids.includes(state.run));
       const line = {
         ids, isGroup, label: name, ...ownLook,
-        x, value, raw: value, runs, spans, points, exact, edges: [low, high],
+        x, value, raw: value, runs, spans, points, exact, edges: [low, high], size: whole.x.length,
       };
       if (smooth && crowded) return { ...line, value: smooth };
       return { ...line, smooth, low: banded ? low : null, high: banded ? high : null };

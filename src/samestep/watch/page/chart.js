@@ -236,7 +236,7 @@ function layOut(curves, log) {
       if (curve.area === "stacked") bands.push({ series: pair, fill: stroke });
       add(curve.value, { width: 0, stroke, fill: curve.area === "base" ? stroke : undefined });
     } else {
-      const lone = curve.x.length < 40; // draw a few points as dots
+      const lone = (curve.size ?? curve.x.length) < 40; // draw a few points as dots
       add(curve.value, {
         stroke: curve.faint || curve.smooth ? withAlpha(stroke, 0.35) : stroke,
         width: curve.smooth ? 1 : 1.6,

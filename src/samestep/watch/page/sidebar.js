@@ -60,8 +60,9 @@ export function sidebar(root) {
     const rows = (ORDERS[order.value] ?? ((all) => all))(fitting());
     const tree = family(rows);
     arrange(tree.map(([{ id }]) => id));
-    tree.forEach(([{ id }, depth]) => {
+    tree.forEach(([{ id }, depth, name]) => {
       items.get(id).element.style.setProperty("--depth", String(depth));
+      items.get(id).rename(name);
     });
     all.textContent = rows.every(({ id }) => state.shown.includes(id)) ? "Only one" : "Show all";
   }
@@ -105,7 +106,6 @@ function item(id) {
     label, h("span", { class: "text" }, name, note));
   const draw = onChange((row) => {
     box.setAttribute("aria-label", `Show curves of ${row.name}`);
-    name.textContent = row.name;
     name.title = row.id;
     const badge = h("span", { class: "state", "data-state": row.state }, row.state);
     const { name: scored, last: value } = row.principal ?? {};
@@ -127,6 +127,7 @@ function item(id) {
   const drawKey = onChange((look) => label.lastChild.replaceWith(lineKey(look)));
   return {
     element,
+    rename: onChange((text) => (name.textContent = text)),
     update(row) {
       draw(row);
       drawKey(lookOf(id));
