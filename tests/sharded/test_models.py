@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep as ss
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
+from tests.gpu.machines import enter_machine
 from tests.namespaces import hosts
 from tests.needs import needs
 from tests.run.test_histogram import histograms
@@ -61,6 +62,16 @@ def test_units_may_be_kept(keep, replicated):
 def test_several_hosts_have_the_same_bits(replicated):
     results = run_workers(digests, 2, SOME, FULL, environment=HOSTS)
     assert results == [of(replicated, SOME)] * 2
+
+
+def on_hosts_of_two(names):
+    enter_machine([0, 2])
+    return digests(names, FULL)
+
+
+def test_hosts_of_different_sizes_gather_in_the_middle_of_user_code(replicated):
+    """Their messages are torch.distributed's, as those between GPUs are."""
+    assert run_workers(on_hosts_of_two, 3, ("tied",)) == [of(replicated, ("tied",))] * 3
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Final
 
@@ -119,16 +120,27 @@ def _copy(out: Tensor, tensors: Sequence[Tensor], start: int) -> None:
 
 
 class Gather:
-    """What FSDP2 calls to gather a unit; `note` is called before."""
+    """What FSDP2 calls to gather a unit; `note` is called before.
 
-    def __init__(self, memory: GatherMemory, note: Callable[[], None], what: str) -> None:
-        self._memory, self._note, self._what = memory, note, what
+    `own_code` returns a context for it, because it is called in the middle of user code.
+    """
+
+    def __init__(
+        self,
+        memory: GatherMemory,
+        own_code: Callable[[], AbstractContextManager[None]],
+        note: Callable[[], None],
+        what: str,
+    ) -> None:
+        self._memory, self._own_code, self._note, self._what = memory, own_code, note, what
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the parameters of all workers."""
-        self._note()
+        with self._own_code():
+            self._note()
         return torch.empty(math.prod(size), dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         """Fill `output_tensor` with the `input_tensor` of all workers, by rank."""
-        self._memory.gather(output_tensor, input_tensor, self._what)
+        with self._own_code():
+            self._memory.gather(output_tensor, input_tensor, self._what)

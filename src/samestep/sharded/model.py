@@ -101,7 +101,8 @@ class ShardedModel:
         sharding = self._sharding
         # weakly, because what a module holds is searched for state of user code
         note = _WeakCall(sharding.trace, Trace.add, "gather", len(sharding.trace.names))
-        module.set_custom_all_gather(Gather(sharding.memory, note, f"gathering unit {name!r}"))
+        what = f"gathering unit {name!r}"
+        module.set_custom_all_gather(Gather(sharding.memory, sharding.own_code, note, what))
         sharded = dict(module.named_parameters())
         module.unshard()
         rank, workers = sharding.world.rank, sharding.world.size

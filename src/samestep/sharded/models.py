@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -48,7 +48,13 @@ class ShardedModels:
         mesh = mesh_of_workers(world, device, self._engine.config.timeout)
         memory = GatherMemory(world, device)
         trace, round_to = Trace(world, device), self._engine.round_to
-        return Sharding(world, device, mesh, memory, Boxes(world), trace, round_to)
+        owner = ref(self._engine)  # weakly: a module is searched for state of user code
+
+        def own_code() -> AbstractContextManager[None]:
+            engine = owner()
+            return nullcontext() if engine is None else engine.own_code()
+
+        return Sharding(world, device, mesh, memory, Boxes(world), trace, round_to, own_code)
 
     def check(self, model: object, keep: Keep) -> None:
         """Raise `ConfigError` or `ModelError` if a model cannot be sharded here, or is already."""

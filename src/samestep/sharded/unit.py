@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,7 +28,8 @@ class Sharding:
     """What the units of a run have in common.
 
     `mesh` is FSDP2's, of all workers. Gradients and sums are rounded to `round_to`, None for the
-    parameters' own dtype. `units` are those of all models, by their numbers.
+    parameters' own dtype. `own_code` is that of `LanePass`. `units` are those of all models, by
+    their numbers.
     """
 
     world: World
@@ -36,6 +39,7 @@ class Sharding:
     boxes: Boxes
     trace: Trace
     round_to: torch.dtype | None
+    own_code: Callable[[], AbstractContextManager[None]]
     units: dict[int, Unit] = field(default_factory=dict)
 
 

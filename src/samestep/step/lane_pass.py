@@ -284,6 +284,15 @@ class LaneContext:
         finally:
             self._is_in_user_code = False
 
+    @contextmanager
+    def own_code(self) -> Iterator[None]:
+        """Run what is no user code in this block, such as a gather in the middle of it."""
+        before, self._is_in_user_code = self._is_in_user_code, False
+        try:
+            yield
+        finally:
+            self._is_in_user_code = before
+
     def keep_casts(self) -> AbstractContextManager[Any]:
         """Return a context in which several `autocast` blocks cast each parameter once."""
         if self.config.precision == "float32" or self.takes_turns:
