@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep as ss
-from samestep.comm import distributed
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
+from tests.gpu.machines import enter_machine
 from tests.namespaces import hosts
 from tests.needs import needs
 from tests.run.test_histogram import histograms
@@ -64,10 +64,14 @@ def test_several_hosts_have_the_same_bits(replicated):
     assert results == [of(replicated, SOME)] * 2
 
 
-def test_units_are_gathered_without_channels_between_hosts(replicated, monkeypatch):
-    monkeypatch.setattr(distributed, "MOST_HOSTS", 1)  # as on GPUs: torch.distributed, in a lane
-    results = run_workers(digests, 3, ("tied",), FULL, environment=HOSTS)
-    assert results == [of(replicated, ("tied",))] * 3
+def on_hosts_of_two(names):
+    enter_machine([0, 2])
+    return digests(names, FULL)
+
+
+def test_hosts_of_different_sizes_gather_in_the_middle_of_user_code(replicated):
+    """Their messages are torch.distributed's, as those between GPUs are."""
+    assert run_workers(on_hosts_of_two, 3, ("tied",)) == [of(replicated, ("tied",))] * 3
 
 
 @pytest.mark.long
