@@ -127,7 +127,9 @@ def test_an_installed_wheel_trains_evaluates_verifies_reports_and_watches(fresh)
 BOOKS = {
     "readme": ["README.md"],
     "index": ["docs/index.md"],
-    "skill": [f"skills/samestep/{name}.md" for name in ("SKILL", "run", "verify", "deliver")],
+    "skill": [
+        f"skills/samestep/{name}.md" for name in ("SKILL", "names", "run", "verify", "deliver")
+    ],
 }
 # how a command begins that is not run from the wheel, and why
 NOT_RUN = {

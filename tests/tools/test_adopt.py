@@ -200,6 +200,8 @@ LINES = [
         "breaks",
         "batch.lanes(net, count=count",
     ),
+    ("F.cross_entropy(images, labels, weights)", None, "breaks", "batch.lanes(net, count=count"),
+    ("load(pretrained=rank == 0)", "pretrained=rank == 0", "breaks", "run.once"),
     ("for name in os.listdir('.'): pass", "os.listdir('.')", "breaks", "sorted(os.listdir('.'))"),
     (
         "for name in list(set(names)): pass",
