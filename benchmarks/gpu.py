@@ -70,6 +70,11 @@ PROOFS = [
     ),
     SHARING,
     Proof(
+        "two workers share a GPU, GPT-2, 2 lanes, bfloat16",
+        ["-n", "1,2", "--lanes", "2"],
+        ["--model", "GPT-2", "--batch-size", "8", "--precision", "bfloat16"],
+    ),
+    Proof(
         "killed and resumed, lanes=2, bfloat16",
         [*KILLED, "--lanes", "2"],
         ["--precision", "bfloat16"],
@@ -170,8 +175,18 @@ COMPILED.append(
     )
 )
 FEW = ("samestep, 4 lanes", "samestep, 4 lanes, CUDA graphs")  # beside plain PyTorch
-# of ViT-S/16: bound by the GPU, and by launches on most hosts
-LARGEST_BATCHES = (512, 128)
+FOR_TEXT = (  # beside plain PyTorch, which GPUs limit
+    "plain, deterministic",
+    "Accelerate, deterministic",
+    "samestep, 1 lane",
+    "samestep, 1 lane, deterministic=False",
+    "samestep, 1 lane, CUDA graphs",
+    "samestep, 4 lanes",
+    "plain PyTorch, torch.compile",
+    "samestep, torch.compile",
+)
+# bound by the GPU, by launches on most hosts, and by the GPU: models and their largest batches
+JOBS = (("ViT-S/16", 512), ("ViT-S/16", 128), ("GPT-2", 16))
 OPTIONAL = {"gpu_accelerate": "accelerate", "gpu_fabric": "lightning"}
 
 
@@ -245,32 +260,37 @@ def _proved(proof: Proof, job: Sequence[str]) -> ProofResult:
 
 def measure(device: str, rounds: int, ends: float, *, quick: bool) -> list[Speeds]:
     """Measure the contenders of each batch in turn, for at least one round and until time is up."""
-    peers = [
-        contender
-        for contender in EAGER + COMPILED
-        if contender.module not in OPTIONAL or find_spec(OPTIONAL[contender.module])
-    ]
-    few = [peer for peer in peers if peer.title in {PLAIN.title, *FEW}]
     timed = ["--seconds", "0.2"] if quick else ["--seconds", "1.5", "--loader-workers", "8"]
-    model = "tiny" if quick else "ViT-S/16"
-    flags = ["--model", model, "--device", device, "--precision", "bfloat16", *timed]
-    batches = [32] if quick else [largest_batch(flags, size) for size in LARGEST_BATCHES]
-    all_speeds = {
-        batch: Speeds(f"{model}, batch {batch}, bfloat16", PLAIN.title) for batch in batches
-    }
+    flags = ["--device", device, "--precision", "bfloat16", *timed]
+    jobs: dict[tuple[str, int], tuple[Sequence[Contender], Speeds]] = {}
+    for model, size in (("tiny", 32),) if quick else JOBS:
+        batch = size if quick else largest_batch([*flags, "--model", model], size)
+        title = f"{model}, batch {batch}, bfloat16"
+        jobs[model, batch] = contenders_for(model), Speeds(title, PLAIN.title)
     for number in range(1 if quick else rounds):
         began = time.monotonic()
-        for batch, speeds in all_speeds.items():
-            contenders = few if quick else peers
+        for (model, batch), (contenders, speeds) in jobs.items():
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
-                done = run(contender.command([*flags, "--batch-size", str(batch)]))
+                of_job = ["--model", model, "--batch-size", str(batch)]
+                done = run(contender.command([*flags, *of_job]))
                 speeds.add(
                     contender.title, done.stdout, "" if done.returncode == 0 else last_line(done)
                 )
         if time.monotonic() + (time.monotonic() - began) > ends:
             break
-    return list(all_speeds.values())
+    return [speeds for _, speeds in jobs.values()]
+
+
+def contenders_for(model: str) -> list[Contender]:
+    """Return the contenders whose libraries are here: all for a ViT, some for other models."""
+    titles = {"GPT-2": FOR_TEXT, "tiny": FEW}.get(model, ())
+    return [
+        contender
+        for contender in EAGER + COMPILED
+        if (not titles or contender.title in (PLAIN.title, *titles))
+        and (contender.module not in OPTIONAL or find_spec(OPTIONAL[contender.module]))
+    ]
 
 
 def largest_batch(flags: Sequence[str], size: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
+from benchmarks.gpu_job import Job, Samples, Stopwatch, loss_of
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
         network,
         torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True),
         DataLoader(
-            Images(job),
+            Samples(job),
             job.batch_size,
             shuffle=True,
             num_workers=job.loader_workers,
@@ -32,8 +32,8 @@ def main() -> None:
         ),
     )
     watch = Stopwatch(job)
-    for images, labels in loader:
-        loss = loss_of(model, images, labels)
+    for inputs, targets in loader:
+        loss = loss_of(model, inputs, targets)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

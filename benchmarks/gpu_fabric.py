@@ -9,7 +9,7 @@ import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
+from benchmarks.gpu_job import Job, Samples, Stopwatch, loss_of
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     )
     loader = fabric.setup_dataloaders(
         DataLoader(
-            Images(job),
+            Samples(job),
             job.batch_size,
             shuffle=True,
             num_workers=job.loader_workers,
@@ -33,8 +33,8 @@ def main() -> None:
         )
     )
     watch = Stopwatch(job)
-    for images, labels in loader:
-        loss = loss_of(model, images, labels)
+    for inputs, targets in loader:
+        loss = loss_of(model, inputs, targets)
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

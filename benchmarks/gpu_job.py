@@ -1,4 +1,4 @@
-"""The job and the stopwatch of the GPU benchmark: Vision Transformers on random images."""
+"""The jobs and the stopwatch of the GPU benchmark: models on random images, or on random tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from recipes.gpt.config import ModelSettings as DecoderSettings
+from recipes.gpt.model import Decoder
 from recipes.vit.config import ModelSettings
 from recipes.vit.model import VisionTransformer
 
-MODELS = {
+Settings = ModelSettings | DecoderSettings
+MODELS: dict[str, Settings] = {
     "ViT-Ti/16": ModelSettings(size="tiny"),  # both on 224x224 images
     "ViT-S/16": ModelSettings(size="small"),
+    # the smallest GPT-2, in the shape of Llama
+    "GPT-2": DecoderSettings(width=768, depth=12, heads=12),
     # to test the benchmark itself
     "tiny": ModelSettings(width=32, depth=2, heads=2, image_size=32, classes=10),
 }
-DISTINCT_IMAGES = 512
+VOCABULARY, WORDS = 50_257, 1024  # of GPT-2's rows
+DISTINCT_SAMPLES = 512
 SAMPLES = 1_000_000
 WARMUP_STEPS = 8
 PARTS = 5  # steps of each kind whose launch and computation are timed apart
@@ -74,38 +81,50 @@ class Job:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return job
 
-    def network(self) -> VisionTransformer:
+    def network(self) -> VisionTransformer | Decoder:
         """Return the model on the CPU, always the same."""
         torch.manual_seed(0)
-        return VisionTransformer(MODELS[self.model])
+        settings = MODELS[self.model]
+        if isinstance(settings, DecoderSettings):
+            return Decoder(settings, VOCABULARY)
+        return VisionTransformer(settings)
 
-    def compile(self, network: VisionTransformer) -> None:
+    def compile(self, network: VisionTransformer | Decoder) -> None:
         """Compile the blocks in place. They are alike, so one compilation serves all."""
         if self.compiled != "no":
-            for block in network.blocks:
+            for block in network.layers if isinstance(network, Decoder) else network.blocks:
                 block.compile(mode=self.compiled, dynamic=False)
 
 
-class Images(Dataset[tuple[torch.Tensor, int]]):
-    """A few random images, uint8 [3, size, size], with labels, repeated."""
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """A few random samples, repeated: images, uint8 [3, size, size], and labels, or tokens.
+
+    Those are int64 [words], with as many targets.
+    """
 
     def __init__(self, job: Job) -> None:
-        settings = MODELS[job.model]
-        generator = torch.Generator().manual_seed(1)
-        shape = (DISTINCT_IMAGES, 3, settings.image_size, settings.image_size)
-        self._images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        self._classes = settings.classes
+        generator, settings = torch.Generator().manual_seed(1), MODELS[job.model]
+        if isinstance(settings, DecoderSettings):
+            shape = (DISTINCT_SAMPLES, WORDS + 1)
+            tokens = torch.randint(VOCABULARY, shape, generator=generator)
+            self._inputs, self._targets = tokens[:, :-1], tokens[:, 1:]
+        else:
+            shape = (DISTINCT_SAMPLES, 3, settings.image_size, settings.image_size)
+            self._inputs = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+            self._targets = torch.arange(DISTINCT_SAMPLES) % settings.classes
 
     def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self._images[index % DISTINCT_IMAGES], index % self._classes
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._inputs[index % DISTINCT_SAMPLES], self._targets[index % DISTINCT_SAMPLES]
 
 
-def loss_of(network: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of images [batch, 3, height, width], uint8."""
-    return F.cross_entropy(network(images.float().div(127.5).sub(1)), labels)
+def loss_of(network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of images [batch, 3, height, width], or tokens [batch, words]."""
+    if inputs.dtype == torch.uint8:
+        return F.cross_entropy(network(inputs.float().div(127.5).sub(1)), targets)
+    return F.cross_entropy(network(inputs).float().flatten(0, 1), targets.flatten())
 
 
 class Stopwatch:
@@ -156,9 +175,9 @@ class Stopwatch:
         return True
 
     def figures(self) -> str:
-        """Return images per second, the peak gigabytes on the GPU, and milliseconds of a step."""
+        """Return samples per second, the peak gigabytes on the GPU, and milliseconds of a step."""
         speed = self._timed * self._job.batch_size / self._seconds
-        figures = {"images_a_second": speed, "gigabytes": 0.0}
+        figures = {"samples_a_second": speed, "gigabytes": 0.0}
         if self._job.device == "cuda":
             launch, compute = self._parts[:PARTS], self._parts[PARTS:]
             figures |= {

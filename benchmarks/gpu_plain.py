@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
+from benchmarks.gpu_job import Job, Samples, Stopwatch, loss_of
 
 Backward = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -20,23 +20,27 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     on_gpu = job.device == "cuda"
     loader = DataLoader(
-        Images(job), job.batch_size, shuffle=True, num_workers=job.loader_workers, pin_memory=on_gpu
+        Samples(job),
+        job.batch_size,
+        shuffle=True,
+        num_workers=job.loader_workers,
+        pin_memory=on_gpu,
     )
 
-    def backward(images: torch.Tensor, labels: torch.Tensor) -> None:
+    def backward(inputs: torch.Tensor, targets: torch.Tensor) -> None:
         with torch.autocast(job.device, torch.bfloat16, enabled=job.precision == "bfloat16"):
-            loss = loss_of(model, images, labels)
+            loss = loss_of(model, inputs, targets)
         (loss / job.accumulate).backward()
 
     watch, replay = Stopwatch(job), None
-    for images, labels in loader:
-        images_there, labels_there = (
+    for inputs, targets in loader:
+        inputs_there, targets_there = (
             tensor.to(job.device, non_blocking=on_gpu).chunk(job.accumulate)
-            for tensor in (images, labels)
+            for tensor in (inputs, targets)
         )
         if job.graph and replay is None:
-            replay = captured(backward, images_there[0], labels_there[0])
-        for part in zip(images_there, labels_there, strict=True):
+            replay = captured(backward, inputs_there[0], targets_there[0])
+        for part in zip(inputs_there, targets_there, strict=True):
             (replay or backward)(*part)
         optimizer.step()
         # a graph adds to the gradients that it was captured with
@@ -46,25 +50,25 @@ def main() -> None:
     print(watch.figures())
 
 
-def captured(backward: Backward, images: torch.Tensor, labels: torch.Tensor) -> Backward:
+def captured(backward: Backward, inputs: torch.Tensor, targets: torch.Tensor) -> Backward:
     """Return `backward` as a CUDA graph, which adds to the same gradients at each replay.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture
     """
-    inputs = images.clone(), labels.clone()
+    fixed = inputs.clone(), targets.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            backward(*inputs)
+            backward(*fixed)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backward(*inputs)
+        backward(*fixed)
 
-    def replay(images: torch.Tensor, labels: torch.Tensor) -> None:
-        inputs[0].copy_(images)
-        inputs[1].copy_(labels)
+    def replay(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        fixed[0].copy_(inputs)
+        fixed[1].copy_(targets)
         graph.replay()
 
     return replay

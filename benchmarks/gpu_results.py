@@ -62,11 +62,11 @@ class Speeds:
     def _figures(self, name: str) -> str:
         runs, floor = self.rounds[name], self.rounds[self.floor]
         ratios = [
-            run["images_a_second"] / beside["images_a_second"]
+            run["samples_a_second"] / beside["samples_a_second"]
             for run, beside in zip(runs, floor, strict=True)
         ]
         gigabytes = max(run["gigabytes"] for run in runs)
-        speeds = spread([run["images_a_second"] for run in runs], 0).strip()
+        speeds = spread([run["samples_a_second"] for run in runs], 0).strip()
         # absent without a GPU
         parts = [
             spread([run[name] for run in runs], 1).strip() if name in runs[0] else ""
@@ -96,7 +96,7 @@ def markdown(machine: str, proofs: Sequence[ProofResult], speeds: Sequence[Speed
         ]
         lines += [
             (
-                f"| contender | images a second | of {comparison.floor} | ms to launch a step |"
+                f"| contender | samples a second | of {comparison.floor} | ms to launch a step |"
                 " ms of the GPU | us to launch a kernel | GB at the most |"
             ),
             "|---|---|---|---|---|---|---|",

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import samestep as ss
-from benchmarks.gpu_job import Images, Job, Stopwatch, loss_of
+from benchmarks.gpu_job import Job, Samples, Stopwatch, loss_of
 
 
 def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -29,7 +29,7 @@ def main() -> None:
         optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
         run.track(model=model, optimizer=optimizer)
         watch = Stopwatch(job)
-        for batch in run.batches(Images(job), job.batch_size, loader_workers=job.loader_workers):
+        for batch in run.batches(Samples(job), job.batch_size, loader_workers=job.loader_workers):
             means = run.backward(loss_fn, model, batch)
             optimizer.step()
             optimizer.zero_grad()

@@ -271,6 +271,7 @@ def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
 
     Functions of torch.distributed ask `_rank_not_in_group` first, however they were imported, and
     functional collectives resolve their group. Others that ask, such as `get_rank`, only read.
+    Those that a world of samestep begins, such as to gather parameters, are not counted.
     """
     thread, c10d = get_ident(), sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():  # without a group there are none
@@ -279,9 +280,7 @@ def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
         def fn(*args: Any, **kwargs: Any) -> Any:
-            # not kept in a variable: a frame that holds itself would keep the caller's tensors
-            name = currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
-            if get_ident() == thread and not name.lstrip("_").startswith(("get_", "set_", "res")):
+            if get_ident() == thread and (name := _collective_begun()) is not None:
                 check(name)
             return original(*args, **kwargs)
 
@@ -299,6 +298,16 @@ def before_collectives(check: Callable[[str], object]) -> Iterator[None]:
     finally:
         for namespace, name, original in originals:
             setattr(namespace, name, original)
+
+
+def _collective_begun() -> str | None:
+    """Return the name of the collective that called the caller, None if it only reads or is own."""
+    frame = currentframe().f_back.f_back  # type: ignore[union-attr]
+    name = frame.f_code.co_name  # type: ignore[union-attr]
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    is_own = frame is not None and frame.f_globals.get("__name__", "").startswith("samestep.comm.")
+    return None if is_own or name.lstrip("_").startswith(("get_", "set_", "res")) else name
 
 
 def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:

@@ -68,8 +68,8 @@ def test_a_command_that_takes_too_long_fails(monkeypatch):
 def test_ratios_compare_adjacent_runs_and_failures_are_listed():
     speeds = Speeds("a model", "plain PyTorch")
     for plain, ours in ((100, 110), (200, 180), (50, 60)):
-        speeds.add("plain PyTorch", f"images_a_second={plain} gigabytes=1.5", "")
-        speeds.add("samestep", f"images_a_second={ours} gigabytes=2.5 launch_ms=4", "")
+        speeds.add("plain PyTorch", f"samples_a_second={plain} gigabytes=1.5", "")
+        speeds.add("samestep", f"samples_a_second={ours} gigabytes=2.5 launch_ms=4", "")
         speeds.add("Accelerate", "", "lost | found")
     text = markdown(
         "a machine", [ProofResult("a proof", "DIFFERENT, first at step 2", failed=True)], [speeds]

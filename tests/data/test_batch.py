@@ -53,6 +53,7 @@ def batch_of(counts):
 
 def test_lanes_without_samples_have_no_batch_and_a_batch_can_be_iterated_again():
     batch, loaded = batch_of([2, 0, 1, 0, 3])
+    assert batch.size == 6
     expected = ["lane 0", "lane 2", "lane 4"]
     assert next(iter(batch)) == "lane 0"
     assert loaded == [0]
@@ -298,6 +299,8 @@ def test_a_step_takes_one_item_of_each_lane():
     contents = []
     for batch in itertools.islice(stream_batches(streams, range(2, 4)), 4):
         assert batch.counts is None
+        with pytest.raises(DataError, match="streams have no plan"):
+            assert batch.size
         contents.append(list(batch) if len(contents) % 2 == 0 else next(iter(batch)))
     assert contents == [[200, 300], 201, [202, 302], 203]
 

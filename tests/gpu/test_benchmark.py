@@ -29,6 +29,6 @@ def test_contenders_with_graphs_measure_graphs(gpus):
     contenders = {each.title: each for each in gpu.EAGER if each.title.endswith("CUDA graphs")}
     assert {f"samestep, {lanes} lanes, CUDA graphs" for lanes in (4, 8)} < contenders.keys()
     replays = gpus.call(measured, contenders["samestep, 4 lanes, CUDA graphs"])
-    assert "images_a_second=" in gpus.printed
+    assert "samples_a_second=" in gpus.printed
     # all lanes of each step from the fourth one on
     assert replays >= 4 * (WARMUP_STEPS + 1 - 3)

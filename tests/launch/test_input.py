@@ -42,7 +42,7 @@ def test_single_worker_reads_from_the_terminal_or_a_pipe(is_terminal, tmp_path):
         with suppress(OSError):
             os.close(file)
     assert (status, "goes on" in text) == (0, True), text
-    assert "(Pdb) ('step is', 42)" in text
+    assert "('step is', 42)" in text  # behind a prompt, which a line of the launcher may follow
 
 
 @pytest.mark.parametrize("call", [DEBUG, "input()"])

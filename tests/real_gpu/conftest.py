@@ -7,6 +7,9 @@ import os
 import pytest
 import torch
 
+if torch.cuda.is_available():  # as a run on GPUs sets it, for the rest of the process
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 @pytest.fixture(scope="session")
 def device() -> str:

@@ -1,10 +1,11 @@
 """A small job for `samestep run` and `samestep verify` on a real GPU.
 
-usage: job.py {vision,text} [--device DEVICE] [--muon] [--nccl] [--signal NAME STEP]
+usage: job.py {vision,text,blocks} [--device DEVICE] [--muon] [--sharded] [--nccl]
+              [--signal NAME STEP]
 
-With `--muon`, that updates matrices, and AdamW all else. With `--nccl`, workers that share a GPU
-exchange over NCCL, as if each had a host of its own. With `--signal`, worker 1 gets that signal
-once, in a step.
+With `--muon`, that updates matrices, and AdamW all else. With `--sharded`, for blocks, parameters
+are sharded, too. With `--nccl`, workers that share a GPU exchange over NCCL, as if each had a host
+of its own. With `--signal`, worker 1 gets that signal once, in a step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 import samestep as ss
 from samestep.record import read_events
+from tests.sharded.jobs import Block, Words, loss_fn, texts
 
 STEPS = 12
 NCCL = {  # between processes on one GPU, over sockets of the loopback interface
@@ -97,23 +99,38 @@ class Text(nn.Module):
         )
 
 
+class Blocks(Words):
+    """Blocks between an embedding and an output that are tied."""
+
+    @staticmethod
+    def samples(_: torch.Generator) -> torch.utils.data.TensorDataset:
+        return texts()
+
+    loss = staticmethod(loss_fn)
+
+
+KINDS = {"vision": Vision, "text": Text, "blocks": Blocks}
+
+
 def main() -> None:
     """Train, and print a hash of the model and the optimizer."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("job", choices=("vision", "text"))
+    parser.add_argument("job", choices=KINDS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--muon", action="store_true")
+    parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--signal", nargs=2)
     options = parser.parse_args()
     if options.nccl:
         os.environ |= NCCL | {"NCCL_HOSTID": f"worker {os.environ.get('RANK', '0')}"}
-    kind = Vision if options.job == "vision" else Text
-    count = None if kind is Vision else lambda tokens: int((tokens[:, 1:] != 0).sum())
+    kind = KINDS[options.job]
+    count = (lambda tokens: int((tokens[:, 1:] != 0).sum())) if kind is Text else None
+    sharding = {"shard": "full", "units": (Block,)} if options.sharded else {}
     with ss.init(device=options.device, precision=options.precision, lanes=6, timeout=60) as run:
         torch.manual_seed(0)
-        model = run.replicate(kind())
+        model = run.replicate(kind(), **sharding)
         parameters = list(model.parameters())
         matrices = [p for p in parameters if p.ndim == 2] if options.muon else []
         others = [p for p in parameters if all(p is not matrix for matrix in matrices)]
@@ -135,7 +152,8 @@ def main() -> None:
                 with suppress(FileExistsError):  # the worker that replaces this one goes on
                     (run.dir / "signaled").touch(exist_ok=False)
                     os.kill(os.getpid(), getattr(signal, options.signal[0]))
-        state = [value.cpu().numpy().tobytes() for value in model.state_dict().values()]
+        with run.full_parameters(model):
+            state = [value.cpu().numpy().tobytes() for value in model.state_dict().values()]
         run.print("hash", hashlib.sha256(b"".join(state)).hexdigest())
 
 

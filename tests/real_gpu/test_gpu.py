@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep as ss
+from recipes.detect import make_data as detect_data
+from recipes.stain import make_data as stain_data
 from tests.gpu.test_deterministic import VERIFIED_LOSSES, verified_script
 from tests.jobs import classify, images
 from tests.plugins.test_kernels import CASES, compare_on
@@ -76,6 +78,33 @@ def test_matrices_with_one_owner_take_the_same_steps(flags, device, tmp_path):
     assert "the same at every step" in output
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_sharded_parameters_have_the_bits_of_replicated_ones(precision, device, tmp_path):
+    cases = [
+        (1, []),
+        (2, ["--sharded"]),
+        (2, ["--sharded", "--nccl"]),
+        (3, ["--sharded", "--nccl"]),
+    ]
+    prints = [
+        fingerprint(
+            samestep(
+                "run", "-n", workers, "--dir", tmp_path / str(number), JOB, "blocks", "--device",
+                device, "--precision", precision, *flags, directory=tmp_path,
+            )
+        )
+        for number, (workers, flags) in enumerate(cases)
+    ]  # fmt: skip
+    assert len(set(prints)) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--nccl"]], ids=["host memory", "NCCL"])
+def test_sharded_parameters_take_the_same_steps_after_a_kill(flags, device, tmp_path):
+    options = ["--steps", "3", "--kill", JOB, "blocks", "--sharded", "--device", device, *flags]
+    output = samestep("verify", "-n", "1,2,3", *options, directory=tmp_path)
+    assert "the same at every step" in output
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_fails_over_nccl_is_replaced(name, device, tmp_path):
     options = ["run", "-n", "2", "--timeout", "20", "--max-restarts", "1", "--dir"]
@@ -111,9 +140,10 @@ def test_16_bits_take_the_same_steps(precision, device, tmp_path):
 
 
 RECIPES = {
-    "vit": ["recipes/vit/train.py", "--config", "recipes/vit/digits.yaml"],
-    "stain": ["recipes/stain/train.py"],
-    "detect": ["recipes/detect/train.py"],
+    "vit": ["recipes/vit/digits.yaml"],
+    "stain": ["recipes/stain/tissue.yaml", "data.path={data}"],
+    "detect": ["recipes/detect/digits.yaml", "data.path={data}"],
+    "gpt": ["recipes/gpt/tiny.yaml", "precision=bfloat16"],
 }
 
 
@@ -121,7 +151,13 @@ RECIPES = {
 def test_recipes_take_the_same_steps(recipe, device, tmp_path):
     if device == "cpu":
         pytest.skip("tests/recipes verify it on CPUs")
-    output = samestep("verify", "-n", "1,2", "--steps", "3", *RECIPES[recipe], directory=ROOT)
+    if recipe == "stain":
+        stain_data.main([str(tmp_path), "--size", "64"])
+    elif recipe == "detect":
+        detect_data.main([str(tmp_path), "--train", "13", "--val", "5"])
+    arguments = [argument.format(data=tmp_path) for argument in RECIPES[recipe]]
+    options = ["-n", "1,2", "--steps", "3", f"recipes/{recipe}/train.py"]
+    output = samestep("verify", *options, *arguments, directory=ROOT)
     assert "the same at every step" in output
 
 
@@ -216,10 +252,10 @@ def test_compiled_lanes_with_graphs_have_the_bits_of_those_without(device):
         assert torch.equal(graphed, compiled)
 
 
-@pytest.mark.parametrize("job", ["vision", "text"])
+@pytest.mark.parametrize("job", ["blocks", "text"])
 def test_jobs_have_the_same_bits_with_graphs(job, device, tmp_path):
     # two workers exchange gradients between the graphs of their last lanes
-    cases = [("off", 1, []), ("auto", 1, []), ("auto", 2, ["--nccl"])]
+    cases = [("off", 1, []), ("on", 1, []), ("on", 2, ["--nccl"])]
     prints = [
         fingerprint(
             samestep(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep as ss
+from samestep.comm import distributed
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
 from tests.namespaces import hosts
 from tests.needs import needs
@@ -61,6 +62,12 @@ def test_units_may_be_kept(keep, replicated):
 def test_several_hosts_have_the_same_bits(replicated):
     results = run_workers(digests, 2, SOME, FULL, environment=HOSTS)
     assert results == [of(replicated, SOME)] * 2
+
+
+def test_units_are_gathered_without_channels_between_hosts(replicated, monkeypatch):
+    monkeypatch.setattr(distributed, "MOST_HOSTS", 1)  # as on GPUs: torch.distributed, in a lane
+    results = run_workers(digests, 3, ("tied",), FULL, environment=HOSTS)
+    assert results == [of(replicated, ("tied",))] * 3
 
 
 @pytest.mark.long

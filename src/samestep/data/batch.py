@@ -166,6 +166,13 @@ class Batch:
         loop.backward(loss, metrics)
 
     @property
+    def size(self) -> int:
+        """The planned number of samples of all lanes. Raises `DataError` for streams."""
+        if self.counts is None:
+            raise DataError("batch.size is the planned number of samples, and streams have no plan")
+        return sum(self.counts)
+
+    @property
     def means(self) -> Any:
         """The `Means` of the last loop over `batch.lanes`. Raises `LossError` before its end."""
         if self._means is None:
