@@ -178,7 +178,7 @@ def scripts_of_book(name):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("book", BOOKS)
 def test_commands_of_pages_run_from_the_wheel(book, fresh):
     scripts = scripts_of_book("skill") | scripts_of_book(book)

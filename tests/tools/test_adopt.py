@@ -215,7 +215,7 @@ LINES = [
         "goes",
         "run.track(net=net, optimizer=optimizer)",
     ),
-    ("torch.manual_seed(3)", None, "goes", "ss.init(seed=0)"),
+    ("torch.manual_seed(3)", None, "goes", "ss.init(seed=3)"),
     ("getattr(torch.optim, name)(1)", None, "unseen", ""),
     ("exec(text)", None, "unseen", ""),
     ("key = os.urandom(3)", "os.urandom(3)", "breaks", ""),
