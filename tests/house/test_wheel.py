@@ -127,7 +127,9 @@ def test_an_installed_wheel_trains_evaluates_verifies_reports_and_watches(fresh)
 BOOKS = {
     "readme": ["README.md"],
     "index": ["docs/index.md"],
-    "skill": [f"skills/samestep/{name}.md" for name in ("SKILL", "run", "verify", "deliver")],
+    "skill": [
+        f"skills/samestep/{name}.md" for name in ("SKILL", "names", "run", "verify", "deliver")
+    ],
 }
 # how a command begins that is not run from the wheel, and why
 NOT_RUN = {
@@ -176,7 +178,7 @@ def scripts_of_book(name):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("book", BOOKS)
 def test_commands_of_pages_run_from_the_wheel(book, fresh):
     scripts = scripts_of_book("skill") | scripts_of_book(book)

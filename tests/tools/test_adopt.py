@@ -200,6 +200,8 @@ LINES = [
         "breaks",
         "batch.lanes(net, count=count",
     ),
+    ("F.cross_entropy(images, labels, weights)", None, "breaks", "batch.lanes(net, count=count"),
+    ("load(pretrained=rank == 0)", "pretrained=rank == 0", "breaks", "run.once"),
     ("for name in os.listdir('.'): pass", "os.listdir('.')", "breaks", "sorted(os.listdir('.'))"),
     (
         "for name in list(set(names)): pass",
@@ -213,7 +215,7 @@ LINES = [
         "goes",
         "run.track(net=net, optimizer=optimizer)",
     ),
-    ("torch.manual_seed(3)", None, "goes", "ss.init(seed=0)"),
+    ("torch.manual_seed(3)", None, "goes", "ss.init(seed=3)"),
     ("getattr(torch.optim, name)(1)", None, "unseen", ""),
     ("exec(text)", None, "unseen", ""),
     ("key = os.urandom(3)", "os.urandom(3)", "breaks", ""),

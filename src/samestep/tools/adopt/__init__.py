@@ -17,7 +17,7 @@ from samestep.errors import ConfigError
 from samestep.host import printable
 from samestep.tools.adopt.entries import Entry
 from samestep.tools.adopt.rules import KINDS, Kind, calls
-from samestep.tools.adopt.scan import scan
+from samestep.tools.adopt.scan import Scan
 from samestep.tools.adopt.source import read_sources
 from samestep.tools.skill import folder_of
 
@@ -39,7 +39,7 @@ COUNTED: Final[dict[Kind, str]] = {
 WRAP: Final = textwrap.TextWrapper(
     *(WIDTH, " " * 4, " " * 4), break_long_words=False, break_on_hyphens=False
 )
-PROOF: Final = "the steps of 1 and 2 workers, and after a kill, must be the same"
+PROOF: Final = "once it is moved: the steps of 1 and 2 workers, and after a kill, must be the same"
 LINK: Final = "verify.md"
 START: Final = "import samestep"  # is written first
 
@@ -75,7 +75,7 @@ def plan(script: Path) -> list[Entry]:
     imported = [name.means for name in sources[0].imports]
     is_done = "samestep" in {name.partition(".")[0] for name in imported}
     try:
-        entries = [] if is_done else scan(sources, missing)
+        entries = [] if is_done else Scan(sources, missing).entries.all
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply; expected a training script") from error
     order = {str(source.path): number for number, source in enumerate(sources)}  # the script first

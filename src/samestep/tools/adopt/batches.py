@@ -54,6 +54,10 @@ def arguments_of(loader: ast.expr, names: Names) -> tuple[ast.expr | None, ast.e
 def options_of(loader: ast.expr, names: Names, *, is_training: bool) -> str:
     """Return the options of a DataLoader that stay, as `run.batches` or `run.evaluate` has them."""
     keywords = keywords_of(loader, names)
+    batch_sampler = keywords.get("batch_sampler")
+    for call in [*names.assigned.get(dotted(batch_sampler), []), batch_sampler]:
+        if call and (drop_last := keywords_of(call, names).get("drop_last")):
+            keywords["drop_last"] = drop_last
     texts = {key: code(value) for key, value in keywords.items()}
     kept = {OPTIONS[key]: texts[key] for key in OPTIONS if texts.get(key, "False") != "False"}
     sampler = keywords.get("sampler")

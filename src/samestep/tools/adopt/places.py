@@ -30,16 +30,8 @@ def place_of(node: ast.AST) -> tuple[int, int]:
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
-def add_places(names: Names, entries: Entries, lanes: set[ast.AST]) -> None:
-    """Add an entry of the first rule that has the name of a node, and fits its place.
-
-    `lanes` are the nodes that a loop over batches runs.
-    """
-    Places(names, entries, lanes).add_all()
-
-
 class Places:
-    """The places of a script, and what is around them."""
+    """The places of a script. `lanes` are the nodes that a loop over batches runs."""
 
     def __init__(self, names: Names, entries: Entries, lanes: set[ast.AST]) -> None:
         self._names, self._entries, self._lanes = names, entries, lanes
@@ -73,7 +65,7 @@ class Places:
         return functions
 
     def add_all(self) -> None:
-        """Add the entries of all nodes."""
+        """Add an entry of the first rule that has the name of a node, and fits its place."""
         by_name = [rule for rule in rules().values() if rule.where != "structure"]
         by_name.sort(key=lambda rule: not rule.where)  # those for some places first
         patterns = [(rule, matcher(*rule.patterns)) for rule in by_name]

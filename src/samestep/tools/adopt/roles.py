@@ -24,7 +24,7 @@ NUMBERS: Final = {"<world>", "<devices>"}
 SIGNS: Final[dict[type[ast.operator], str]] = {ast.Add: "+", ast.Mult: "times", ast.Div: "/"}
 SIGNS.update({ast.FloorDiv: "//", ast.Mod: "%"})
 DEVICE: Final = re.compile("device|cuda|gpu|rank")
-ARGUMENTS: Final = ("module", "score", "device", "<loader>", "set()")  # in names of calls
+ARGUMENTS: Final = ("module", "score", "device", "weight", "<loader>", "set()")  # in names of calls
 SCORE: Final = re.compile(r"\.item\(\)|\bloss|\bacc(uracy)?\d?\b|\.size\(")
 
 
@@ -138,30 +138,18 @@ class Names(ast.NodeVisitor):
 
     def _reached(self, sources: Sequence[Source]) -> Iterator[ast.AST]:
         """Yield all nodes but those of functions and classes of other files that nothing names."""
-        others = {source.tree for source in sources[1:]}
-        definitions: dict[str, list[ast.AST]] = {}
-        for node in self.parents:
-            is_outer = self._scopes[node] in others and not isinstance(
-                self.parents[node], ast.ClassDef
-            )
-            # a decorator may keep it by its name
-            if is_outer and isinstance(node, Function | ast.ClassDef) and not node.decorator_list:
-                definitions.setdefault(node.name, []).append(node)
-        if any(map(self._is_by_name, self.parents)):
-            definitions = {}
-        left = {node: {*ast.walk(node)} for nodes in definitions.values() for node in nodes}
-        inside = set().union(*left.values())
-        todo = [node for node in self.parents if node not in inside]
-        for node in (node for node in todo if node in self.parents):  # which grows
-            name = getattr(node, "attr", getattr(node, "id", ""))
-            name = node.name if isinstance(node, ast.alias) and node.asname else name
-            module, named = self.module(node), definitions.get(name, [])
-            if isinstance(self._bindings.get((module, name)), Function | ast.ClassDef):
-                named = [definition for definition in named if self.module(definition) is module]
-            for definition in named:
-                todo += left.pop(definition, ())
-        unused = set().union(*left.values())
-        return (node for node in self.parents if node not in unused)
+        named = {text.rpartition(".")[2] for text in self.reads}
+        named |= {node.name for node in self.parents if isinstance(node, ast.alias) and node.asname}
+        definitions = [node for source in sources[1:] for node in source.tree.body]
+        unused = [
+            node
+            for node in definitions
+            if isinstance(node, Function | ast.ClassDef)
+            and node.name not in named
+            and not node.decorator_list  # which may keep it by its name
+        ]
+        inside = set() if any(map(self._is_by_name, self.parents)) else {*nodes_of(unused)}
+        return (node for node in self.parents if node not in inside)
 
     def _is_by_name(self, node: ast.AST) -> bool:
         """Return whether a node takes something of a module by a name that is a text."""
@@ -235,6 +223,8 @@ class Names(ast.NodeVisitor):
             argument = "score" * bool(SCORE.search(code(call)))
         elif last == "to":
             argument = "device" * bool(DEVICE.search(code(first)))
+        elif last in {"cross_entropy", "nll_loss"}:
+            argument = "weight" * (len(call.args) > 2)
         elif last == "len":
             argument = f"<{role}>" if (role := self.role(first)) else ""
         elif name in {"list", "tuple", "enumerate"} and isinstance(first, ast.Call):
@@ -247,7 +237,10 @@ class Names(ast.NodeVisitor):
         return f"{name}({argument if argument in ARGUMENTS else ''})"
 
     def visit_keyword(self, node: ast.keyword) -> str:
-        value = str(node.value.value) if isinstance(node.value, ast.Constant) else "x"
+        roles_of_value = [f"<{value.role}>" for value in self.values(node.value)]
+        value = next(iter(roles_of_value), "x")
+        if isinstance(node.value, ast.Constant):
+            value = str(node.value.value)
         return f"{self.visit(self.parents[node]).removesuffix(')')}{node.arg}={value})"
 
     def visit_AugAssign(self, node: ast.AugAssign) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from samestep.tools.adopt.batches import arguments_of, options_of, per_step, total
-from samestep.tools.adopt.entries import Entries, Entry, bare, head
-from samestep.tools.adopt.places import add_places
+from samestep.tools.adopt.entries import Entries, bare, head
+from samestep.tools.adopt.places import Places
 from samestep.tools.adopt.roles import Function, Loop, Names, Value, code, dotted, nodes_of
 from samestep.tools.adopt.rules import calls
 from samestep.tools.adopt.source import Source
@@ -18,14 +18,6 @@ from samestep.tools.adopt.source import Source
 DEPTH: Final = 4  # calls that are followed from a function to the loops around it
 TRACKED: Final = ("model", "optimizer", "scheduler", "scaler", "ema")
 OWN_BACKWARD: Final = ("super()", "ctx.", "run.", "batch.")
-
-
-def scan(sources: Sequence[Source], missing: Mapping[Path, str]) -> list[Entry]:
-    """Return the entries of the plan of a script, the first of the sources.
-
-    `missing` says why some of its modules could not be read.
-    """
-    return Scan(sources, missing).entries.all
 
 
 def changes(node: ast.AST, text: str) -> bool:
@@ -45,7 +37,10 @@ def lines_of(nodes: Sequence[ast.stmt]) -> str:
 
 
 class Scan:
-    """The entries of the plan of a script, in `entries`."""
+    """The entries of the plan of a script, the first of the sources, in `entries`.
+
+    `missing` says why some of its modules could not be read.
+    """
 
     def __init__(self, sources: Sequence[Source], missing: Mapping[Path, str]) -> None:
         self._script, self._names = sources[0], Names(sources)
@@ -80,7 +75,7 @@ class Scan:
         self._add_loaders()
         self._add_start()
         self._add_state()
-        add_places(self._names, self.entries, self._lanes)
+        Places(self._names, self.entries, self._lanes).add_all()
         if not self.entries.has_rule("backward", "lightning", "trainer"):
             self.entries.add("no loop", self._script.tree, "backward")
 
@@ -143,9 +138,7 @@ class Scan:
         inner = call.args[0] if isinstance(call, ast.Call) and call.args else None  # of tqdm
         for node in (call, inner):
             if isinstance(node, ast.Call) and self._names.visit(node).endswith("range()"):
-                start, end = (node.args if len(node.args) > 1 else [ast.Constant(0), *node.args])[
-                    :2
-                ]
+                start, end, *_ = [ast.Constant(0), *node.args] if node.args[1:] == [] else node.args
                 return code(start).removeprefix("0"), end
         return "", None
 
