@@ -280,6 +280,8 @@ def test_the_means_that_a_loss_averages_itself():
     parts = [x[0].mean(), x[1:].mean(), x.sum() / 5]
     for loss in (torch.stack(parts).mean(), sum(parts) / 3, sum(parts) * (1 / 3)):
         assert sorted(divisors(loss * 2)) == [("m", 2, 3), ("m", 4, 3), ("q", 5, 3)]
+    for weighted in (parts[0] * 1, 1.0 * parts[0], parts[0] * torch.ones(())):
+        assert divisors(weighted) == [("m", 2, 0)]  # a weight, and not one mean of one
     assert sorted(divisors(sum(parts) / 4)) == [("m", 2, 0), ("m", 4, 0), ("q", 5, 0)]
     assert sorted(divisors(torch.stack(parts).sum())) == [("m", 2, 0), ("m", 4, 0), ("q", 5, 0)]
 

@@ -417,7 +417,9 @@ def _multiplied(found: list[Divisor], factor: Tensor | float | None) -> list[Div
         return [Divisor("q", 1 / factor)]
     if all(part.kind == "s" for part in found):
         return [Divisor("s", 1 / factor)]
-    return found if isinstance(factor, Tensor) else _averaged(found, 1 / factor)
+    if isinstance(factor, Tensor) or factor == 1:  # a weight, and no mean of one sample
+        return found
+    return _averaged(found, 1 / factor)
 
 
 def _averaged(found: list[Divisor], divisor: float) -> list[Divisor]:
