@@ -33,7 +33,7 @@ with suppress(ModuleNotFoundError), no_garbage_collection():
     torch.set_num_threads(1)
 adopt_orphans()
 # `make test-long` tries the properties on 100 examples
-FEW = hypothesis.settings(deadline=None, max_examples=15)
+FEW = hypothesis.settings(deadline=None, max_examples=10)
 hypothesis.settings.register_profile("ci", FEW, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", FEW)
 hypothesis.settings.register_profile("long", deadline=None)

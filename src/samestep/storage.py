@@ -112,8 +112,8 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 def atomic_path(path: Path, *, is_new: bool = False) -> Iterator[Path]:
     """Yield a path where nothing is yet; on success, it durably replaces `path` in one step.
 
-    A directory replaces only an empty one, and whoever fills it syncs its files. A file that
-    `is_new` replaces nothing: raises `FileExistsError` instead.
+    A directory replaces only an empty one, and the caller, who fills it, syncs its files. A
+    file that `is_new` replaces nothing: raises `FileExistsError` instead.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _remove(temporary)  # left by a killed process with the same ID, or a link to another file
@@ -164,7 +164,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def make_directory(path: Path) -> None:
     """Create a directory and its parents, if they are missing, with durable names.
 
-    That of an existing directory is synced as well: whoever made it may have been killed before.
+    That of an existing directory is synced as well: its maker may have been killed before.
     """
     folders = [path, *(parent for parent in path.parents if not parent.exists())]
     path.mkdir(parents=True, exist_ok=True)

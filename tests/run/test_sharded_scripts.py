@@ -74,7 +74,8 @@ class Script:
         use(self, "sharded")
         more = {f"other{number}": other for number, other in enumerate(others)}
         run.track(model=self.model, optimizer=self.optimizer, **more)
-        for batch in run.batches(data(), 4, epochs=3):
+        goes_back = use in {back_to_a_copy, back_to_no_state}
+        for batch in run.batches(data(), 4, epochs=3 if goes_back else 2):
             use(self, "begin")
             run.backward(loss_of, self.model, batch)
             use(self, "before")

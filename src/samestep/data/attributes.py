@@ -122,16 +122,16 @@ class OpenFile(NamedTuple):
 
 def open_files(**roots: Any) -> list[OpenFile]:
     """Return the files that the `roots` reach and that are open for reading."""
-    found: dict[int, OpenFile] = {}
+    files: dict[int, OpenFile] = {}
     for reference, value, *_ in walk(**roots):
         file = value.fp if isinstance(value, ZipFile) else value
         file = file.fileobj if isinstance(file, TarFile) else file
         if isinstance(file, IOBase) and (position := _position(file)) is not None:
             path = getattr(file, "name", type(file).__name__)
-            found.setdefault(id(file), OpenFile(f"{reference.name} ({path})", file, position))
-        if len(found) == MOST_FILES:
+            files.setdefault(id(file), OpenFile(f"{reference.name} ({path})", file, position))
+        if len(files) == MOST_FILES:
             break
-    return list(found.values())
+    return list(files.values())
 
 
 def refuse_moved(files: Sequence[OpenFile]) -> None:

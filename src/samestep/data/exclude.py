@@ -42,7 +42,7 @@ def read_loops(path: Path) -> dict[str, Indices]:
         if path.suffix == ".json":
             values = json.loads(content)
             loops = values if isinstance(values, dict) else {ONLY_LOOP: values}
-            return {loop: sorted_indices(own, str(path)) for loop, own in loops.items()}
+            return {loop: sorted_indices(indices, str(path)) for loop, indices in loops.items()}
         lines = content.decode("utf-8-sig").splitlines()  # as Windows may write it
     except (EOFError, RecursionError, ValueError) as error:
         if isinstance(error, DataError):
@@ -68,10 +68,10 @@ def sorted_indices(values: Any, name: str) -> Indices:
     if is_empty or tuple(getattr(values, "shape", ())) == (0,):
         return NONE
     array = checked_array(values, name, "indices of samples", "iu")
-    found = np.unique(array.astype(np.int64))
-    if found[0] < 0:
-        raise DataError(f"{name} must have indices of at least 0, got {found[0]}")
-    return found
+    ordered = np.unique(array.astype(np.int64))
+    if ordered[0] < 0:
+        raise DataError(f"{name} must have indices of at least 0, got {ordered[0]}")
+    return ordered
 
 
 def indices_of(exclude: Exclude, size: int, sources: Mapping[str, int]) -> Indices:
@@ -95,8 +95,8 @@ def indices_of(exclude: Exclude, size: int, sources: Mapping[str, int]) -> Indic
         known = ", ".join(sources) or "none, because the data set is no mixture"
         raise ConfigError(f"exclude has no source {unknown[0]!r} to leave rows out of: {known}")
     for name, rows in sources.items():
-        own = sorted_indices(exclude.get(name, ()), f"exclude[{name!r}]")
-        parts.append(within(own, rows, f"exclude[{name!r}]") + first)
+        of_source = sorted_indices(exclude.get(name, ()), f"exclude[{name!r}]")
+        parts.append(within(of_source, rows, f"exclude[{name!r}]") + first)
         first += rows
     return np.concatenate(parts)
 
@@ -133,7 +133,7 @@ class Exclusion:
     """What the option `exclude` leaves out: sorted indices by loop."""
 
     def __init__(self, loops: Mapping[str, list[int]]) -> None:
-        self._loops = {loop: np.asarray(own, dtype=np.int64) for loop, own in loops.items()}
+        self._loops = {loop: np.asarray(indices, dtype=np.int64) for loop, indices in loops.items()}
         self._seen: set[str] = set()
 
     def of(self, loop: str, *, is_stream: bool = False) -> Indices:
@@ -148,13 +148,13 @@ class Exclusion:
                 f"exclude does not say which of the loops {', '.join(sorted(self._seen))} leaves"
                 f' out its samples; write a JSON file with lists by loop, as in {{"{loop}": [96]}}'
             )
-        own = [self._loops[name] for name in (ONLY_LOOP, loop) if name in self._loops]
-        if own and is_stream:
+        excluded = [self._loops[name] for name in (ONLY_LOOP, loop) if name in self._loops]
+        if excluded and is_stream:
             raise ConfigError(
                 f"exclude cannot leave out samples of the stream {loop!r}, whose items have no"
                 " indices; skip them in make_stream"
             )
-        return np.unique(np.concatenate([NONE, *own]))
+        return np.unique(np.concatenate([NONE, *excluded]))
 
     def state_dict(self) -> dict[str, Indices]:
         """Return the indices by loop, which snapshots keep."""

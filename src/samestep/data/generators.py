@@ -94,11 +94,11 @@ def find(**roots: Any) -> list[Reference]:
     references, because any of them may get another generator later.
     """
     return [
-        found.reference
-        for found in walk(**roots)
-        if isinstance(found.value, KINDS)
+        match.reference
+        for match in walk(**roots)
+        if isinstance(match.value, KINDS)
         or (
-            seed_method(found.value) and not any(isinstance(part, KINDS) for _, part in found.parts)
+            seed_method(match.value) and not any(isinstance(part, KINDS) for _, part in match.parts)
         )
     ]
 

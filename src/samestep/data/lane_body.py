@@ -77,7 +77,8 @@ class Body(NamedTuple):
         """Return the name of a variable that a lane changed for the next one, "" if none."""
         for path, (value, contents) in self.values(frame).items():
             former, former_contents = before.get(path, (value, contents))
-            is_kept = _is_same(value, former) and _are_same(contents, former_contents)
+            is_kept = _is_same(value, former) and len(contents) == len(former_contents)
+            is_kept = is_kept and all(map(_is_same, contents, former_contents))
             is_result = type(value) is not bool and isinstance(value, RESULTS)
             if not is_kept and (path in self.watched or is_result):
                 return "".join(path)
@@ -360,7 +361,3 @@ def _is_same(value: Any, former: Any) -> bool:
     return value is former or (
         isinstance(value, SCALARS) and type(value) is type(former) and value == former
     )
-
-
-def _are_same(contents: list[Any], former: list[Any]) -> bool:
-    return len(contents) == len(former) and all(map(_is_same, contents, former))

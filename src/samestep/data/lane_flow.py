@@ -64,14 +64,14 @@ class Flow(ast.NodeVisitor):
     def read(self, path: Path) -> Origins:
         """Return the origins of a variable with all of its parts."""
         lengths = range(len(path), 0, -1)
-        known = next((self.origins[path[:n]] for n in lengths if path[:n] in self.origins), None)
+        nearest = next((self.origins[path[:n]] for n in lengths if path[:n] in self.origins), None)
         parts = [origins for part, origins in self.origins.items() if is_within(part, path)]
         added = [
             origins
             for other, origins in self._added.items()
             if is_within(other, path) or is_within(path, other)
         ]
-        return (frozenset({path}) if known is None else known).union(*parts, *added)
+        return (frozenset({path}) if nearest is None else nearest).union(*parts, *added)
 
     def run(self, statements: Iterable[ast.stmt]) -> None:
         """Run statements in their order."""
@@ -100,16 +100,16 @@ class Flow(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> Origins:
         """Return the origins of what a function gets and reads."""
         path = path_of(node.func)
-        given = self.visit(node.func).union(*map(self.visit, (*node.args, *node.keywords)))
+        origins = self.visit(node.func).union(*map(self.visit, (*node.args, *node.keywords)))
         effects = self._effects_of(path) if path else Effects()
-        given = given.union(*map(self.read, effects.reads))
+        origins = origins.union(*map(self.read, effects.reads))
         if path[-1:] in {("backward",), (".backward",)} or effects.ends_lane:
-            self.loss |= given | self._under
-        if path == ("next",) and given & {*map(path_of, node.args[:1])}:  # from before the loop
-            given |= {(OF_LOOP, ast.unparse(node))}
+            self.loss |= origins | self._under
+        if path == ("next",) and origins & {*map(path_of, node.args[:1])}:  # from before the loop
+            origins |= {(OF_LOOP, ast.unparse(node))}
         for changed in effects.changes:
-            self._add(changed, given)
-        return given
+            self._add(changed, origins)
+        return origins
 
     def visit_Yield(self, node: ast.Yield) -> Origins:
         """Hand a value to the body of another loop, where it may become a loss."""
@@ -244,9 +244,9 @@ class Flow(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> Origins:
         """Return the origins of all that a function of the body reads, and set it."""
         nodes = list(ast.walk(node))
-        own = {argument.arg for argument in nodes if isinstance(argument, ast.arg)}
-        own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        paths = [path for path in map(path_of, nodes) if path and path[0] not in own]
+        names = {argument.arg for argument in nodes if isinstance(argument, ast.arg)}
+        names |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        paths = [path for path in map(path_of, nodes) if path and path[0] not in names]
         origins = NONE.union(*map(self.read, paths))
         if isinstance(node, ast.FunctionDef):
             self._store((node.name,), origins)
@@ -256,7 +256,7 @@ class Flow(ast.NodeVisitor):
 
 
 def _part(value: ast.expr, number: int, length: int) -> ast.expr | None:
-    """Return a part of a value that is unpacked, None if it cannot be told."""
+    """Return a part of a value that is unpacked, None if it is unknown."""
     if isinstance(value, ast.Tuple | ast.List):
         return value.elts[number] if len(value.elts) == length else None
     if path_of(value):

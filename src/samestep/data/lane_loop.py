@@ -58,7 +58,7 @@ class LaneLoop(Iterable[Any]):
 
     `steps` computes the gradient: it yields a `LaneBatch` and gets (loss, metrics) for it, and
     yields None when the lane is complete. After the last lane, it sums up those of all workers, and
-    `report` gets its result. It is closed when nobody holds the iterator, as after a `break`.
+    `report` gets its result. It is closed when nothing holds the iterator, as after a `break`.
     With `is_shared`, other workers run the body for other lanes, so that a lane must not hand
     anything to the next one that a loss depends on.
     """

@@ -153,10 +153,10 @@ class Fetcher(Dataset[Any]):
         if not request.is_first or self._tensors is not None:
             return Loads(samples)
         _, again = self._digests(request)
-        found = sorted(changes(first, again), key=lambda change: change.is_number)
-        if not found:
+        changed = sorted(changes(first, again), key=lambda change: change.is_number)
+        if not changed:
             return Loads(samples)
-        number, part, is_number = found[0]
+        number, part, is_number = changed[0]
         what = f"collate_fn's batch{part} of samples {list(request.indices)}"
         if number < len(samples):
             what = f"sample {request.indices[number]}{part}"
@@ -183,13 +183,13 @@ class Fetcher(Dataset[Any]):
         samples, plain, exact = map(list, zip(*loaded, strict=True))
         has_batch = request.is_first and self.collate_fn is not default_collate
         if has_batch and None not in plain:
-            collate = partial(self._collate_digest, samples)
             with suppress(Exception):
-                exact.append(self._generators.draw(request.key, collate))
+                exact.append(
+                    self._generators.draw(
+                        request.key, lambda: digest(self.collate_fn(samples), has_floats=True)
+                    )
+                )
         return plain, exact
-
-    def _collate_digest(self, samples: list[Any]) -> Sample:
-        return digest(self.collate_fn(samples), has_floats=True)
 
     def _load_digests(self, request: Request) -> tuple[Any, Sample, Sample]:
         (sample,) = self._samples(request)

@@ -259,8 +259,8 @@ class MixturePlan(Plan):
 
     def _indices_of(self, number: int) -> Indices:
         """Return the indices of a step, in the order of its lanes."""
-        taken, given = self._take(number).rows, self._given[number].rows
-        spans = [self._span(n, given[n], count) for n, count in enumerate(taken) if count]
+        counts, starts = self._take(number).rows, self._given[number].rows
+        spans = [self._span(n, starts[n], count) for n, count in enumerate(counts) if count]
         indices = np.concatenate(spans)
         if len(spans) > 1:
             # row j of n is (j + 1/2) / n of the way, so that all lanes have their share of each

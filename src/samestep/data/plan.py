@@ -386,8 +386,8 @@ def checked_array(values: Any, name: str, of: str, kinds: str) -> NDArray[Any]:
 def are_in(indices: Indices, wanted: Indices) -> NDArray[np.bool_]:
     """Return which indices are among the `wanted` ones, at least one, which are sorted."""
     places = np.searchsorted(wanted, indices).clip(max=len(wanted) - 1)
-    found: NDArray[np.bool_] = wanted[places] == indices
-    return found
+    is_wanted: NDArray[np.bool_] = wanted[places] == indices
+    return is_wanted
 
 
 def array_digest(array: NDArray[Any]) -> str:

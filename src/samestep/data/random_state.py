@@ -96,7 +96,7 @@ def _numpy_restored() -> Iterator[None]:
 
 
 def numpy_position() -> int:
-    """Return a number that tells the position of NumPy's global generator from others."""
+    """Return a number that identifies the position of NumPy's global generator."""
     bits = mtrand.get_bit_generator()
     if isinstance(bits, np.random.MT19937):
         return crc32(_state_of(bits))

@@ -128,14 +128,13 @@ class Search(Iterator[Found]):
 
     def keep_modules(self) -> None:
         """Keep only modules in memory, which are most of what a search finds, after its end."""
-        self._seen = {n: value for n, value in self._seen.items() if self._is_module(value)}
+        self._seen = {
+            n: value for n, value in self._seen.items() if self._kind_of(type(value)).is_module
+        }
 
     def beyond(self, roots: Mapping[str, Any]) -> Search:
         """Return a search of what other roots reach, except the modules that this one has kept."""
         return Search(roots, only_state=self._only_state, known=self._seen)
-
-    def _is_module(self, value: Any) -> bool:
-        return self._kind_of(type(value)).is_module
 
     @property
     def is_complete(self) -> bool:
@@ -179,11 +178,11 @@ class Search(Iterator[Found]):
         return parts
 
     def _kind_of(self, kind: type) -> _Kind:
-        if (found := self._kinds.get(kind)) is None:
-            found = self._kinds[kind] = _Kind.of(kind, only_state=self._only_state)
-            if self._only_state and found.is_plain and not found.is_state:
+        if (cached := self._kinds.get(kind)) is None:
+            cached = self._kinds[kind] = _Kind.of(kind, only_state=self._only_state)
+            if self._only_state and cached.is_plain and not cached.is_state:
                 self._skipped.add(kind)
-        return found
+        return cached
 
     def _parts(self, name: str, value: Any, kind: _Kind) -> Iterator[Reference]:
         """Yield references to the objects that an object holds."""

@@ -1,13 +1,13 @@
 """Refusals of what forward passes keep in attributes of modules, which are in no snapshot.
 
 The attributes and tensors of the user's modules are compared before and after each of the first
-passes of this worker. Two kinds of state are told from caches:
+passes of this worker. Two kinds of state are no caches:
 
 - A module initializes itself from the first samples, and notes that in a flag: the first pass sets
   a flag that the code reads and writes a tensor, and the second one changes neither. After a resume
   it would initialize itself again, unless the flag is a buffer, so that is an error.
 - Counters and averages: each pass reads an attribute, then gives it another value of the same form.
-  They would begin anew after a resume, which a line says. A cache changes in the first pass only,
+  They would start again after a resume, which a line says. A cache changes in the first pass only,
   or changes its form when it grows.
 """
 
@@ -43,7 +43,7 @@ FLAGS: Final = {"None", "False", "True", "0", "1"}  # the values of a flag
 
 
 class Mark(NamedTuple):
-    """What tells the value of an attribute; values of one form may be a state."""
+    """The value of an attribute, to compare; values of one form may be a state."""
 
     form: tuple[Any, ...]
     content: Any
@@ -90,7 +90,7 @@ class _Start(NamedTuple):
 
 
 class KeptAttributes(StepPlugin):
-    """Refuses modules that initialize themselves under a flag; says what begins anew on resume."""
+    """Refuses modules that initialize themselves under a flag; says what starts again on resume."""
 
     def __init__(self, engine: LaneEngine) -> None:
         self._engine = engine
@@ -111,7 +111,7 @@ class KeptAttributes(StepPlugin):
             raise error
 
     def end(self, result: StepResult) -> None:
-        """Say what begins anew on a resume, after the last look."""
+        """Say what starts again on a resume, after the last look."""
         self._calls += 1
         if self._calls < LOOKS:  # of all workers, which may have other numbers of lanes
             return
@@ -148,7 +148,7 @@ class KeptAttributes(StepPlugin):
             self._changes.update(f"{owner.name}.{name}" for name in _kept(owner, changes))
 
     def _values(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return what tells that a tensor was written, also through `.data`, in the first passes.
+        """Return numbers that change with a tensor; in the first passes also through `.data`.
 
         Of several lanes, each leaves buffers as before, with another version if it wrote them.
         """
@@ -186,8 +186,8 @@ def _marks(module: Module) -> dict[str, Mark]:
         if type(value) is dict:
             parts |= {f"{name}[{key!r}]": part for key, part in islice(value.items(), MOST_PARTS)}
         elif may_be_replaced(value):
-            own = islice(own_dict(value).items(), MOST_PARTS)
-            parts |= {f"{name}.{key}": part for key, part in own}
+            attributes = islice(own_dict(value).items(), MOST_PARTS)
+            parts |= {f"{name}.{key}": part for key, part in attributes}
         found = {path: _mark(part) for path, part in parts.items()}
         marks |= {path: mark for path, mark in found.items() if mark is not None}
     return marks
@@ -232,7 +232,7 @@ def _kept(owner: _Owner, changes: Mapping[str, Change]) -> Iterator[str]:
         if before is not None and before.form == now.form
     }
     if any(now.is_tensor for name, (_, now) in changes.items() if name not in same_form):
-        return  # a cache has grown, and numbers tell its size
+        return  # a cache has grown, and numbers are its size
     for name, (before, now) in same_form.items():
         is_in_place = now.is_tensor and now.content[0] == before.content[0]
         if is_in_place or any(

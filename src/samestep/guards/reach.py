@@ -1,11 +1,11 @@
 """What the lanes of a worker reach, for those who refuse that lanes change it.
 
 The first call with a loss function searches to the end, once before and once after its first lane.
-A search is repeated when something tells that there may be more: in the calls after the first, at
-growing intervals, at every check, and when a container has got entries. Each later call then takes
-a few objects further, so that no step is longer than others. Once a search is complete, lanes are
-watched for some calls. What is compared in each call are versions and addresses of tensors; their
-bits, because writes through `.data` change no version, are compared along with each search.
+A search is repeated when there may be more: in the calls after the first, at growing intervals, at
+every check, and when a container has got entries. Each later call then takes a few objects further,
+so that no step is longer than others. Once a search is complete, lanes are watched for some calls.
+What is compared in each call are versions and addresses of tensors; their bits, because writes
+through `.data` change no version, are compared along with each search.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ class _Pass:
 
     def go_on(self, most: int | None) -> bool:
         """Search `most` further objects, or all; return whether the search is complete."""
-        for found in islice(self.search, most):
-            self._note(found)
-            if is_metric(found.value):
-                self.metrics.setdefault(id(found.value), (readable(found.reference), found.value))
+        for match in islice(self.search, most):
+            self._note(match)
+            if is_metric(match.value):
+                self.metrics.setdefault(id(match.value), (readable(match.reference), match.value))
         if self.search.is_complete and self.of_all:  # not what lanes reach, too
             self.search.add(self.of_all)
             self.of_all = {}
-            for found in self.search:
-                self._note(found)
+            for match in self.search:
+                self._note(match)
         return self.search.is_complete
 
-    def _note(self, found: Found) -> None:
+    def _note(self, match: Found) -> None:
         """Note the tensors and values that an object holds, where others can be put.
 
         Values of classes of installed packages are left out: they are settings, and times of
         progress bars. Of modules, the containers are their attributes and buffers.
         """
-        reference, value, parts, is_of_user = found
+        reference, value, parts, is_of_user = match
         container = None
         if isinstance(value, (list, dict, deque)):
             container = value if reference.key not in MODULE_ATTRIBUTES else None
@@ -247,9 +247,9 @@ class Reach(StepPlugin):
         tensors += [tensor for _, tensor in others]
         arrays: list[Any] = []
         if self._hashed == 0:  # at the start of a comparison
-            found = [(reference, reference.value()) for reference in self.values.values()]
-            others += [(reference, value) for reference, value in found if is_array(value)]
-            arrays = [value for _, value in found if is_array(value)]
+            values = [(reference, reference.value()) for reference in self.values.values()]
+            others += [(reference, value) for reference, value in values if is_array(value)]
+            arrays = [value for _, value in values if is_array(value)]
         hashed = self._next_hashed(tensors)
         if hashed:
             self._wait_for_gpu()
@@ -347,7 +347,7 @@ class Reach(StepPlugin):
 
 
 def code_of(function: Any) -> Any:
-    """Return what tells a function from others, but not from its other closures."""
+    """Return what identifies a function, but not which of its closures."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__code__", type(function))

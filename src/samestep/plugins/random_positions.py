@@ -42,7 +42,8 @@ class RandomPositions(RunPlugin):
         words = random.getstate()[1]
         generators = [torch.default_generator]
         generators += [torch.cuda.default_generators[index] for index in self._gpus]
-        return [words[0] ^ words[-1], numpy_position(), *map(_crc, generators)]
+        positions = [crc32(generator.get_state().numpy().data) for generator in generators]
+        return [words[0] ^ words[-1], numpy_position(), *positions]
 
     def receive(self, step: int, notes: Sequence[list[int] | None]) -> None:
         """Raise `DataError` if the workers' positions differ."""
@@ -64,7 +65,3 @@ def _differ(step: int, rank: int, number: int) -> DataError:
         " its own, such as torch.Generator().manual_seed(0), or follows the last draw of the body"
         " and run.backward"
     )
-
-
-def _crc(generator: torch.Generator) -> int:
-    return crc32(generator.get_state().numpy().data)

@@ -68,8 +68,8 @@ class UpdateCheck:
         self._shard.after_update(self._after_update)
 
     def _flat_versions(self) -> list[int]:
-        own = [buffer.own for buffer in self._shard.flat_buffers]
-        return versions_of([*own, *self._shard.contents.parameters])  # complete ones
+        flats = [buffer.own for buffer in self._shard.flat_buffers]
+        return versions_of([*flats, *self._shard.contents.parameters])  # complete ones
 
     def _before_update(
         self, _: object, args: Sequence[object], kwargs: Mapping[str, object]

@@ -89,8 +89,8 @@ class LoopStates:
             "exclude": self.exclusion.state_dict(),
             "excluded": {name: own for name, own in self.excluded.items() if len(own)},
         }
-        given = {name: own for name, own in sets.items() if own}
-        return {"positions": positions, "orders": dict(self.orders), **given}
+        kept = {name: own for name, own in sets.items() if own}
+        return {"positions": positions, "orders": dict(self.orders), **kept}
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return the states of this worker's streams."""

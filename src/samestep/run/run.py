@@ -434,9 +434,9 @@ class Run(Training, Collectives, Recording):
     def _leave_out(self, plan: Plan, dataset: Any, exclude: Exclude | None, loop: str) -> None:
         """Leave out samples of a loop: those of the option, and those that it has itself."""
         sizes = dataset.sizes if isinstance(dataset, Mixture) else {}
-        own = NONE if exclude is None else indices_of(exclude, plan.size, sizes)
+        of_loop = NONE if exclude is None else indices_of(exclude, plan.size, sizes)
         of_option = self._progress.loops.exclusion.of(loop)
-        plan.exclude(within(np.union1d(own, of_option), plan.size))
+        plan.exclude(within(np.union1d(of_loop, of_option), plan.size))
         plan.check_left()
         if count := len(plan.excluded):
             self._say({f"loop {loop!r} leaves out {count:,} of {plan.size:,} samples"})

@@ -41,7 +41,7 @@ from samestep.snapshot.read import check, inspect, list_snapshots, remove, step_
 from samestep.snapshot.state import merge
 from samestep.storage import read_regular, sync, write_atomically
 
-# Files are polled, since a shared file system tells nobody about changes. The first polls are
+# Files are polled, since a shared file system announces no changes. The first polls are
 # frequent because small snapshots are complete within milliseconds.
 FIRST_DELAY_SECONDS: Final = 0.005
 LONGEST_DELAY_SECONDS: Final = 0.25
@@ -121,7 +121,7 @@ class CommitProtocol:
                     with suppress(OSError):
                         path.unlink()
         for path in parts:
-            path.unlink()  # tells that worker that its save is complete
+            path.unlink()  # its worker then knows that its save is complete
 
     def wait_for_commit(self) -> None:
         """Wait until rank 0 committed this worker's part. Raises `SnapshotError` if it does not."""

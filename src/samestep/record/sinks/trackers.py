@@ -333,7 +333,8 @@ class TensorBoardSink:
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for name, value in event["config"].items()
         }
-        rows = [f"| {name} | {_escape(value)} |" for name, value in config.items()]
+        texts = {name: str(value).replace("|", r"\|") for name, value in config.items()}
+        rows = [f"| {name} | {text} |".replace("\n", " ") for name, text in texts.items()]
         table = "\n".join(["| option | value |", "| --- | --- |", *rows])
         text = self._tensor(dtype="DT_STRING", string_val=[table.encode()])
         metadata = self._text("config", "")
@@ -360,7 +361,3 @@ def _next_file(folder: Path) -> Path:
     suffixes = [path.suffix[1:] for path in folder.glob(f"{_EVENT_FILE}.*")]
     last = max((int(suffix) for suffix in suffixes if re.fullmatch(r"\d+", suffix)), default=0)
     return folder / f"{_EVENT_FILE}.{last + 1:010d}"
-
-
-def _escape(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
