@@ -3,7 +3,7 @@
 usage: python -m benchmarks.sharded [--rounds 5] [--workers 4] [--width 768] [--blocks 12]
            [--lanes 8] [--simulate 1024]
 
-Trains a transformer (95.5 M parameters by default) with fused AdamW on the workers of this host,
+Trains a transformer (109.6 M parameters by default) with fused AdamW on the workers of this host,
 8 lanes of one text of 16 words. "full" is `run.replicate(shard="full")`, "step" the same with
 `keep="step"`, "zero1" replicates and has `run.shard`, "fsdp2" is torch's own, over gloo, which
 accumulates as many micro-batches without an exchange. The memory is the largest proportional set

@@ -682,16 +682,6 @@ int sim_is_stuck() { return stuck; }
 void sim_fail(const char* message) { failure = message; }
 void sim_latch(const char* message) { latched = message; }
 
-// Give a storage another size, as torch does in a CUDA build only.
-void sim_resize(c10::StorageImpl* storage, int64_t nbytes) {
-  c10::DeviceGuard on(storage->device());
-  auto memory = device_allocator.allocate(nbytes);
-  if (size_t kept = std::min<size_t>(storage->nbytes(), nbytes))
-    std::memcpy(memory.get(), storage->data(), kept);
-  storage->set_data_ptr_noswap(std::move(memory));
-  storage->set_nbytes(nbytes);
-}
-
 int64_t sim_pinned_bytes() { return static_cast<int64_t>(pinned_bytes); }
 void sim_register(char* pointer, int64_t size) {
   std::lock_guard<std::recursive_mutex> lock(mutex);

@@ -46,7 +46,6 @@ LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p]
-LIBRARY.sim_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
 # torch before 2.8 has another one
@@ -221,9 +220,6 @@ class Stream(torch.Stream):
     def wait_event(self, event: Event) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: Stream) -> None:
-        stream.record_event().wait(self)
-
 
 def _current_stream(device: object = None) -> Stream:
     return Stream(device, LIBRARY.sim_exchange_stream(_index(device), -1))
@@ -275,19 +271,8 @@ def _get_device_properties(device: object = None) -> SimpleNamespace:
     )
 
 
-_resize = torch.UntypedStorage.resize_
-
-
-def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-    if storage.device.type != "cuda":
-        return _resize(storage, nbytes)
-    LIBRARY.sim_resize(storage._cdata, nbytes)
-    return storage
-
-
 def install() -> None:
-    """Replace what `torch.cuda` asks a driver, and what a CPU build cannot do with its memory."""
-    torch.UntypedStorage.resize_ = _resize_storage
+    """Replace what `torch.cuda` asks a driver."""
     simulated = {
         "is_available": _is_available,
         "is_initialized": _is_initialized,
