@@ -25,7 +25,7 @@ TOOLS = ("build", "hatch_fancy_pypi_readme", "hatchling", "readme_renderer", "tw
 RELATIVE = re.compile(r"\]\((?!https?:)|(?:href|src)=\"(?!https?:)")
 
 
-def run(*command):
+def run(*command, statuses=(0,)):
     done = subprocess.run(
         [*map(str, command)],
         stdout=subprocess.PIPE,
@@ -33,7 +33,7 @@ def run(*command):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode in statuses, f"{command}: {done.stdout}"
     return done.stdout
 
 
@@ -141,6 +141,7 @@ NOT_RUN = {
     "samestep run --hosts": "needs other machines with ssh",
     "samestep run --nodes": "needs other machines",
 }
+STATUSES = {"doctor": (0, 1)}  # 1 if this machine could be set up better
 INLINE = re.compile(r"`(samestep \w+ [^`]+\.(?:py|yaml))`")
 
 
@@ -188,8 +189,10 @@ def test_commands_of_pages_run_from_the_wheel(book, fresh):
         if words[1] == "watch":
             with serving(words[2]) as served:
                 assert served.json("/api/runs")["runs"]
+        elif words[0] == "torchrun":  # whose script is not beside a package that is only linked
+            run("python", "-m", "torch.distributed.run", *words[1:])
         else:
-            run(*words)
+            run(*words, statuses=STATUSES.get(words[1], (0,)))
 
 
 @pytest.mark.long

@@ -80,8 +80,8 @@ class Entries:
         say, write = (self._renamed(part).format_map(values) for part in (rule.say, rule.write))
         short = text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 2]} …"
         place = self._file(node), getattr(node, "lineno", 1)
-        shown = f"{short}{texts.get('more', '')}"
-        self.all.append(Entry(rule.kind, *place, shown, say, write, rule.link))
+        label = f"{short}{texts.get('more', '')}"
+        self.all.append(Entry(rule.kind, *place, label, say, write, rule.link))
 
     def _file(self, node: ast.AST) -> str:
         return str(self._names.source_of[self._names.module(node)].path)

@@ -45,9 +45,10 @@ class Places:
     def _role_in_test(self, node: ast.AST) -> str:
         """Return whether a node says which worker this is, or whether there are several."""
         parent = self._names.parents.get(node)  # None of `Load`, which nodes share
-        whole = parent if isinstance(parent, ast.Compare) else node  # rank == -1
-        found = {value.role for value in self._names.values(node)}
-        roles = {value.role for value in self._names.values(whole)} if "rank" in found else found
+        test = parent if isinstance(parent, ast.Compare) else node  # rank == -1
+        roles = {value.role for value in self._names.values(node)}
+        if "rank" in roles:
+            roles = {value.role for value in self._names.values(test)}
         return next((f"<{role}>" for role in ("distributed", "rank") if role in roles), "")
 
     def _unneeded_functions(self) -> list[Function]:
