@@ -356,22 +356,6 @@ def test_a_chain_that_begins_late_does_not_claim_the_steps_before(trained, tmp_p
     assert "all links of the chain, 0 steps from step 10 on" in capsys.readouterr().out
 
 
-def test_another_rate_in_the_chain_than_in_the_record_is_found(trained, tmp_path, capsys):
-    def change(at, draw):
-        _, rows = rows_of(at)
-        parts = [rows[3][n : n + 8] for n in range(32, 64, 8)]
-        parts[2] = rows[2][48:56]
-        relinked(at, 3, parts)
-        path, lines = lines_of(at)
-        text = b"".join(line for line in lines if b'"event":"state"' not in line)
-        path.write_bytes(text)
-        (at / "receipt").write_bytes(receipts._to_bytes(make(at / "run")))
-
-    at = tampered(trained, tmp_path, change, 0)
-    assert status_of(at) == 1
-    assert "first at step 3: the record has another rate" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b"[]", b"nothing", b"\xff", b'{"format": 2, "digest": ""}', b"[" * 100_000],
@@ -457,6 +441,27 @@ def test_another_line_of_code_is_found_by_the_replay_only(
     assert "and the state after them: DIFFERENT, head from step 0, " in printed
     assert f"{part} from step " in printed
     assert "program from step 0" in printed
+
+
+def test_another_mean_in_the_record_is_found_by_the_replay_only(scripted, tmp_path, capfd):
+    def change(at, draw):
+        path, lines = lines_of(at)
+        (number,) = (
+            n for n, line in enumerate(lines) if b'"scalars"' in line and b'"step":2,' in line
+        )
+        event = json.loads(lines[number])
+        event["values"]["close"] += 0.25
+        lines[number] = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        path.write_bytes(b"".join(lines))
+        (at / "receipt").write_bytes(receipts._to_bytes(make(at / "run")))
+
+    at = tampered(scripted, tmp_path, change, 0)
+    assert status_of(at) == 0
+    assert repeat(at, at / "train.py", "--segments", "9") == 1
+    printed = capfd.readouterr().out
+    assert "the state after them: DIFFERENT, the logged mean 'close' from step 2" in printed
+    assert printed.count("and the state after them: DIFFERENT") == 1
+    assert "not compared: evaluations, images, and values that the script logs" in printed
 
 
 def test_verdicts_say_what_was_compared(trained, capsys):

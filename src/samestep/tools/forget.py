@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from samestep.errors import ConfigError
+from samestep.errors import ConfigError, DataError
 from samestep.host import counted, interrupts_deferred
 from samestep.terminal import starting
 from samestep.tools import damage_explained
@@ -44,7 +44,11 @@ def main(options: argparse.Namespace) -> int:
 
     with damage_explained(options.run):
         history = History(options.run)
-        samples = samples_by_loop(read_loops(options.samples), history, options.samples)
+        try:
+            given = read_loops(options.samples)
+        except DataError as error:
+            raise ConfigError(f"--samples: {error}") from error
+        samples = samples_by_loop(given, history, options.samples)
         for loop, size in sizes_by_loop(history).items():
             if len(samples.get(loop, ())) == size:
                 raise ConfigError(

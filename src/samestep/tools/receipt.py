@@ -22,14 +22,19 @@ from typing import Any, Final
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted
-from samestep.record import read_history
-from samestep.record.chain import Chain, Row, snapshots_of
+from samestep.record.chain import Chain, snapshots_of
 from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
 from samestep.record.orders import order_files
 from samestep.record.source import STARTS, begins_anew
 from samestep.storage import open_regular, read_regular, write_atomically
 from samestep.tools import add_script, command_of, first_failure, started
-from samestep.tools.replay import OPTIONS, RecordedRun
+from samestep.tools.replay import (
+    OPTIONS,
+    RecordedRun,
+    differing_means,
+    differing_rows,
+    means_of,
+)
 
 FORMAT: Final = 1
 LARGEST: Final = 2**26  # bytes of a receipt
@@ -57,6 +62,10 @@ LEFT: Final = (
 NO_ANCHOR: Final = (
     "no anchor: whoever can write to the run and the receipt can replace both; compare with a line"
     " that was kept elsewhere, by --head"
+)
+NOT_REPEATED: Final = (
+    "not compared: evaluations, images, and values that the script logs by itself, which are no"
+    " means of run.backward"
 )
 
 
@@ -288,9 +297,7 @@ def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> Non
         count > 0
     )
     for part, title in (PARTS | {"snapshots": f"snapshots{gone}"}).items():
-        names = _differing(kept[part], found[part])
-        verdicts.add(title, f"first in {names[0]}" if names else "")
-    verdicts.add("rates of the record and of the chain", _rates_differ(run, steps))
+        verdicts.add(title, _first_difference(kept[part], found[part]))
 
 
 def _still_kept(
@@ -307,40 +314,17 @@ def _still_kept(
     return {**receipt, "snapshots": kept}, len(snapshots) - len(kept)
 
 
-def _differing(expected: Any, found: Any, place: str = "") -> list[str]:
-    """Return the places at which two values of JSON differ."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        keys = sorted({*expected, *found})
-        values = [(key, expected.get(key), found.get(key)) for key in keys]
-    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        pairs = zip(expected, found, strict=True)
-        values = [(str(number), was, now) for number, (was, now) in enumerate(pairs)]
-    else:
-        same = json.dumps(expected, sort_keys=True) == json.dumps(found, sort_keys=True)
-        return [] if same else [f"{place or 'all'}: {_short(expected)} -> {_short(found)}"]
-    return [
-        name for key, was, now in values for name in _differing(was, now, f"{place} {key}".strip())
-    ]
-
-
-def _short(value: Any) -> str:
-    return "missing" if value is None else f"{json.dumps(value):.80}"
-
-
-def _rates_differ(run: Path, steps: int) -> str:
-    """Return at which step the record has a new learning rate and the chain has not, "" if none."""
-    before: dict[str, float] = {}
-    with closing(Chain.open(run)) as chain:
-        for event in read_history(run):
-            step, rates = event.get("step", steps), event.get("rates")
-            if event.get("event") != "timing" or not isinstance(rates, dict):
-                continue
-            changed = [name for name in rates if before.get(name, rates[name]) != rates[name]]
-            before |= rates
-            is_covered = chain.first < step < steps
-            if changed and is_covered and chain[step].rates == chain[step - 1].rates:
-                return f"first at step {step}: the record has another rate, and the chain not"
-    return ""
+def _first_difference(was: Any, now: Any, place: str = "") -> str:
+    """Return the first place at which two values of JSON differ, "" if they do not."""
+    if isinstance(was, list) and isinstance(now, list):
+        was, now = ({str(number): own for number, own in enumerate(both)} for both in (was, now))
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = sorted({*was, *now})
+        inner = (_first_difference(was.get(key), now.get(key), f"{place} {key}") for key in keys)
+        return next(filter(None, inner), "")
+    texts = ("missing" if own is None else f"{json.dumps(own):.80}" for own in (was, now))
+    same = json.dumps(was, sort_keys=True) == json.dumps(now, sort_keys=True)
+    return "" if same else f"first in{place}: {' -> '.join(texts)}"
 
 
 def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
@@ -369,6 +353,7 @@ def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
         f"repeated {len(chosen)} of {counted(len(segments), 'segment')} (--seed {seed}): {steps} of"
         f" {counted(total, 'step')}"
     )
+    print(NOT_REPEATED)
     return int(verdicts.differs)
 
 
@@ -394,15 +379,14 @@ def _repeat(run: Path, first: int, stop: int, command: list[str], folder: Path) 
         return ended.format(status, first, first_failure(folder))
     with closing(repeated), closing(Chain.open(run)) as chain:
         steps = range(max(first, repeated.first), min(stop, repeated.first + len(repeated)))
-        differing: dict[str, int] = {}  # the first step, by part
-        for step in reversed(steps):
-            was, now = chain[step]._asdict(), repeated[step]._asdict()
-            differing |= {part: step for part in Row._fields if was[part] != now[part]}
-        if differing:
-            of_parts = (f"{part} from step {step}" for part, step in differing.items())
-            return ", ".join(of_parts)
+        if parts := differing_rows(chain, repeated, steps):
+            return ", ".join(f"{part} from step {step}" for part, step in parts.items())
         if repeated.first + len(repeated) < stop:
             return ended.format(status, stop, first_failure(folder))
+    was, now = record.means, means_of(folder)
+    if differing := differing_means(was, {step: now.get(step, {}) for step in range(first, stop)}):
+        step, mean = differing[0]
+        return f"the logged mean {mean!r} from step {step}"
     from samestep.snapshot.digest import state_digest
 
     name, recorded = f"step-{stop:08d}", snapshots_of(run).get(stop, {}).get("digest")
