@@ -13,7 +13,7 @@ from tests.house.test_mirror import PACKAGE
 SLACK = 100  # lines below the number, after which it has to be lowered
 # what makes the same step, and keeps it: these know nothing of what follows
 CORE = {
-    "data": 5_500,
+    "data": 5_510,
     "step": 7_170,
     "comm": 4_760,
     "cluster": 690,
@@ -22,7 +22,7 @@ CORE = {
     "run": 4_330,
     "": 4_340,
 }
-PLUGINS = {"guards": 1_360, "plugins": 3_320}  # what watches a step from outside
+PLUGINS = {"guards": 1_360, "plugins": 3_330}  # what watches a step from outside
 SHARDED = {"sharded": 1_890}  # models whose parameters are divided, which no step knows
 LEAVES = {"integrations": 930, "launch": 3_900, "tools": 5_510, "watch": 3_560}  # programs
 

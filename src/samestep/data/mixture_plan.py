@@ -57,6 +57,7 @@ class MixturePlan(Plan):
     """
 
     kind = "mixture"
+    is_fixed = False  # a step follows from those before it
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class Plan(ABC):
         """
 
     varies = False  # from step to step, by functions of the user
+    is_fixed = True  # any step can be computed at any time
     excluded = NONE  # sorted indices of samples that are left out
 
     def exclude(self, indices: Indices) -> None:

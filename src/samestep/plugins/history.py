@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from samestep.config import Config
+from samestep.data.plan import Plan
 from samestep.errors import SnapshotError
 from samestep.plugin import EndedStep, RunPlugin
 from samestep.record.chain import HEAD_BYTES, STATE, ChainFile, Parts, origin, short_digest
@@ -35,6 +36,7 @@ from samestep.step.lane_pass import StepPlugin, StepResult
 _LANE: Final = struct.Struct("<qdd")  # its number, items and loss
 _COUNT: Final = struct.Struct("<q")
 _INDEX: Final = np.dtype("<i8")
+AHEAD: Final = 16  # steps whose samples have a digest at once: most of its time is to begin
 
 
 class History(RunPlugin, StepPlugin):
@@ -66,6 +68,8 @@ class History(RunPlugin, StepPlugin):
         self._rates: list[str] = []  # of each update
         self._known: Mapping[str, str] = {}  # files
         self._programs: dict[int | None, bytes] = {}  # digests by the length of the data
+        self._plan: Plan | None = None  # of the last step
+        self._samples: dict[tuple[int, int], bytes] = {}  # digests by epoch and step, of the plan
 
     def begin_step(self, step: int) -> None:
         """Forget what was done between steps, or in a step that was left."""
@@ -102,11 +106,27 @@ class History(RunPlugin, StepPlugin):
 
     def _parts(self, ended: EndedStep) -> Parts:
         return (
-            short_digest(_samples_of(ended)),
+            self._samples_of(ended),
             short_digest(b"".join(self._losses)),
             short_digest("\n".join(self._rates).encode()),
             self._program(ended),
         )
+
+    def _samples_of(self, ended: EndedStep) -> bytes:
+        source, name = ended.batch.origin, ended.loop.encode()
+        if source is None:
+            return short_digest(b"stream %d " % ended.done + name)
+        plan, epoch, step = source.plan, source.epoch, source.step
+        if plan is not self._plan or (epoch, step) not in self._samples:
+            end = min(step + AHEAD, plan.steps_per_epoch) if plan.is_fixed else step
+            self._plan, self._samples = plan, {}
+            for number in range(step, max(step + 1, end)):
+                counts = plan.counts(epoch, number)
+                numbers = np.array([len(counts), *counts], dtype=_INDEX)
+                indices = plan.indices_of_step(epoch, number).astype(_INDEX, copy=False)
+                content = b"".join((numbers.tobytes(), indices.tobytes(), name))
+                self._samples[epoch, number] = short_digest(content)
+        return self._samples[epoch, step]
 
     def _program(self, ended: EndedStep) -> bytes:
         files = self._files()
@@ -164,12 +184,3 @@ def _numbers(value: Any) -> str:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu:
         return float.__repr__(float(value.detach()))  # reading that of a GPU would wait for it
     return ""
-
-
-def _samples_of(ended: EndedStep) -> bytes:
-    source, counts, name = ended.batch.origin, ended.batch.counts, ended.loop.encode()
-    if source is None or counts is None:
-        return b"stream %d " % ended.done + name
-    numbers = np.array([len(counts), *counts], dtype=_INDEX)
-    indices = source.plan.indices_of_step(source.epoch, source.step)
-    return b"".join((numbers.tobytes(), indices.astype(_INDEX, copy=False).tobytes(), name))
