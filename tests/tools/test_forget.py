@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from contextlib import closing
-from functools import cache
 
 import numpy as np
 import pytest
@@ -31,10 +30,19 @@ def used_at(directory, step):
     return sorted({*new.tolist()} - {*np.concatenate(before).tolist()})[:2]
 
 
-@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=LONG)])
-def test_a_run_that_forgets_has_the_bits_of_one_without(epochs, tmp_path, call):  # noqa: F811
+@pytest.mark.parametrize(
+    ("order", "workers", "epochs"),
+    [
+        ("shuffled", 2, 1),
+        pytest.param("shuffled", 2, 2, marks=LONG),
+        *(pytest.param("shuffled", workers, 1, marks=LONG) for workers in (1, 4)),
+        *(pytest.param("weighted", workers, 1, marks=LONG) for workers in (1, 2, 4)),
+        *(pytest.param("length", workers, 1, marks=LONG) for workers in (1, 2, 4)),
+    ],
+)
+def test_a_run_that_forgets_has_the_bits_of_one_without(order, workers, epochs, tmp_path, call):  # noqa: F811
     trunk, forgets, scratch = (tmp_path / name for name in ("trunk", "new", "scratch"))
-    workers, arguments = 2, ("shuffled", "1.0", str(epochs))
+    arguments = order, "1.0", str(epochs)
     start(trunk, 2, "--snapshot-every", 4, arguments=arguments)
     numbers = used_at(trunk, 6)
     (tmp_path / "samples.txt").write_text("\n".join(map(str, numbers)))
@@ -57,57 +65,6 @@ def test_a_run_that_forgets_has_the_bits_of_one_without(epochs, tmp_path, call):
     assert (forked["step"], forked["forgets"]) == (4, len(numbers))
     loops = [event for event in read_events(forgets) if event["event"] == "loop"]
     assert [event.get("excluded") for event in loops] == [None, 2, 2]
-
-
-SETS = {  # by the plan and its number of steps
-    "of the first step": lambda plan, _: plan.indices_of_step(0, 0)[::5],
-    "of the last step": lambda plan, steps: plan.indices(0, steps - 1, 0),
-    "a whole lane": lambda plan, _: plan.indices(0, 5, 1),
-    "one of each later step": lambda plan, steps: [
-        plan.indices(0, step, step % 4)[0] for step in range(5, steps - 1)
-    ],
-    "every tenth": lambda *_: range(0, SIZE, 10),
-}
-
-
-@pytest.fixture(scope="module")
-def trunks(tmp_path_factory):
-    """Return a function that returns a run of two workers with an order."""
-
-    @cache
-    def trunk(order):
-        directory = tmp_path_factory.mktemp("trunks") / order
-        start(directory, 2, "--snapshot-every", 4, arguments=(order, "1.0"))
-        return directory
-
-    return trunk
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("order", ["shuffled", "weighted", "length"])
-@pytest.mark.parametrize("chosen", SETS)
-def test_any_samples_are_forgotten_at_any_number_of_workers(order, chosen, trunks, tmp_path, call):  # noqa: F811
-    """The script has BatchNorm, dropout, a moving average, a sharded optimizer and a schedule."""
-    trunk, arguments = trunks(order), (order, "1.0")
-    history = History(trunk)
-    plan, steps = history.stretches[0].plan(), history.end
-    numbers = sorted({*map(int, SETS[chosen](plan, steps))})
-    first = next(n for n in range(steps) if {*numbers} & {*plan.indices_of_step(0, n).tolist()})
-    (tmp_path / "samples.txt").write_text("\n".join(map(str, numbers)))
-    scratch = tmp_path / "scratch"
-    start(scratch, 1, "--exclude", tmp_path / "samples.txt", arguments=arguments)
-    assert state(scratch) != state(trunk)
-    for workers in (1, 2, 4):
-        forgets = tmp_path / str(workers)
-        words = "--samples", tmp_path / "samples.txt", "--dir", forgets, "--no-start"
-        status, printed = call("forget", trunk, *words, "-n", workers, SCRIPT, *arguments)
-        assert status == 0, printed
-        assert f"step {first} used them first" in printed
-        assert f"and repeats {steps - first // 4 * 4} steps of {steps} " in printed
-        start(forgets, workers, arguments=arguments)
-        assert state(forgets) == state(scratch)
-        with closing(Chain.open(forgets)) as rows, closing(Chain.open(scratch)) as expected:
-            assert [rows[n] for n in range(steps)] == [expected[n] for n in range(steps)]
 
 
 @pytest.fixture(scope="module")
