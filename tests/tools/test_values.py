@@ -48,7 +48,8 @@ def loss_fn(model, batch):
 
 points = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 if KIND == "data":
-    points[{AT} * 8 + 3, 2] = up(points[{AT} * 8 + 3, 2])
+    rows = slice({AT} * 8, {AT} * 8 + 8)
+    points[rows] = torch.nextafter(points[rows], torch.tensor(9.0))
 with ss.init(lanes=4, snapshot_every=4, keep_last=9, system_every=None) as run:
     model = run.replicate(nn.Sequential(nn.Linear(4, 8), Scale(), nn.Linear(8, 1)))
     optimizer = run.shard(torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.7))
@@ -61,9 +62,6 @@ with ss.init(lanes=4, snapshot_every=4, keep_last=9, system_every=None) as run:
         run.log(run.backward(loss_fn, model, batch))
         optimizer.step()
         optimizer.zero_grad()
-        if KIND == "weight" and run.step == {AT}:
-            with torch.no_grad():
-                model[2].bias.copy_(torch.nextafter(model[2].bias, torch.tensor(9.0)))
 """
 
 
@@ -104,13 +102,7 @@ def compare(capfd):
         ),
         pytest.param("eps", "rates", "after step 5, 'model/.* values, by at most .*e-", marks=LONG),
         pytest.param(
-            "data", "losses", "step 5, lane 1, its batch '0': 1 of 8 values, by at most", marks=LONG
-        ),
-        pytest.param(
-            "weight",
-            "losses",
-            r"step 6, 2.bias of Sequential, before its lanes: 1 of 1 values, by .*e-0[789] ",
-            marks=LONG,
+            "data", "losses", "step 5, lane 0, its batch '0': 8 of 8 values, by at most", marks=LONG
         ),
     ],
 )
