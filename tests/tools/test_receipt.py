@@ -356,6 +356,22 @@ def test_a_chain_that_begins_late_does_not_claim_the_steps_before(trained, tmp_p
     assert "all links of the chain, 0 steps from step 10 on" in capsys.readouterr().out
 
 
+def test_another_rate_in_the_chain_than_in_the_record_is_found(trained, tmp_path, capsys):
+    def change(at, draw):
+        _, rows = rows_of(at)
+        parts = [rows[3][n : n + 8] for n in range(32, 64, 8)]
+        parts[2] = rows[2][48:56]
+        relinked(at, 3, parts)
+        path, lines = lines_of(at)
+        text = b"".join(line for line in lines if b'"event":"state"' not in line)
+        path.write_bytes(text)
+        (at / "receipt").write_bytes(receipts._to_bytes(make(at / "run")))
+
+    at = tampered(trained, tmp_path, change, 0)
+    assert status_of(at) == 1
+    assert "first at step 3: the record has another rate" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b"[]", b"nothing", b"\xff", b'{"format": 2, "digest": ""}', b"[" * 100_000],

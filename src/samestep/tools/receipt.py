@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from samestep.errors import ConfigError, RecordError, SamestepError, SnapshotError, VerifyError
 from samestep.host import GREEN, RED, colored, counted
+from samestep.record import read_history
 from samestep.record.chain import Chain, snapshots_of
 from samestep.record.events import FILE_NAME, parse_events, read_lines, samestep_version
 from samestep.record.orders import order_files
@@ -298,6 +299,7 @@ def _check_run(receipt: Mapping[str, Any], run: Path, verdicts: Verdicts) -> Non
     )
     for part, title in (PARTS | {"snapshots": f"snapshots{gone}"}).items():
         verdicts.add(title, _first_difference(kept[part], found[part]))
+    verdicts.add("rates of the record and of the chain", _rates_differ(run, steps))
 
 
 def _still_kept(
@@ -325,6 +327,22 @@ def _first_difference(was: Any, now: Any, place: str = "") -> str:
     texts = ("missing" if own is None else f"{json.dumps(own):.80}" for own in (was, now))
     same = json.dumps(was, sort_keys=True) == json.dumps(now, sort_keys=True)
     return "" if same else f"first in{place}: {' -> '.join(texts)}"
+
+
+def _rates_differ(run: Path, steps: int) -> str:
+    """Return at which step the record has a new learning rate and the chain has not, "" if none."""
+    before: dict[str, float] = {}
+    with closing(Chain.open(run)) as chain:
+        for event in read_history(run):
+            step, rates = event.get("step", steps), event.get("rates")
+            if event.get("event") != "timing" or not isinstance(rates, dict):
+                continue
+            changed = [name for name in rates if before.get(name, rates[name]) != rates[name]]
+            before |= rates
+            is_covered = chain.first < step < steps
+            if changed and is_covered and chain[step].rates == chain[step - 1].rates:
+                return f"first at step {step}: the record has another rate, and the chain not"
+    return ""
 
 
 def replay(receipt: Mapping[str, Any], options: argparse.Namespace) -> int:
