@@ -20,7 +20,7 @@ SCRIPT = Path(script.__file__)
 def test_verify_finds_the_bits_of_replicated_parameters_also_after_a_kill(job, lanes, tmp_path):
     end = tmp_path / "end"
     words = [SCRIPT, job, "--lanes", str(lanes), "--end", end]
-    verify = ["-m", "samestep", "verify", "-n", "1,2,3,4", "--kill", "--steps", "6"]
+    verify = ["-m", "samestep", "verify", "-n", "1,2,3,4", "--kill", "--steps", "9"]
     done = run_python(*verify, *words, "--shard", "full", check=True, merges=True)
     assert "the same at every step" in done.stdout
     run_python(*words, check=True)  # replicated, on one worker
