@@ -27,7 +27,7 @@ from samestep.record.orders import order_files
 from samestep.record.source import STARTS, STEP_EVENTS, open_source, step_position
 from samestep.storage import sync, write_atomically
 from samestep.tools import OUTPUT, add_script, command_of, damage_explained, first_failure, started
-from samestep.tools.replay import RecordedRun, means_of
+from samestep.tools.replay import RecordedRun, differing_rows, means_of
 
 EVENT: Final = "forked"  # in the record of a fork: where it left the trunk, and which run that is
 OF_TRUNK: Final = ("lanes", "seed")  # options that no fork can change
@@ -225,11 +225,12 @@ def _other_chain(record: RecordedRun, folder: Path) -> str:
     if None in heads or heads[0] == heads[1]:
         return ""
     with closing(chain.Chain.open(trunk)) as old, closing(chain.Chain.open(folder)) as new:
-        for step in range(max(old.first, new.first), record.end):
-            was, now = old[step]._asdict(), new[step]._asdict()
-            if parts := [part for part in was if part != "head" and was[part] != now[part]]:
-                named = " and ".join(parts)
-                return f"have another chain than those of {trunk}, first at step {step} in: {named}"
+        parts = differing_rows(old, new, range(max(old.first, new.first), record.end))
+    parts.pop("head", None)
+    if parts:
+        step = min(parts.values())
+        named = " and ".join(part for part in chain.Row._fields if parts.get(part) == step)
+        return f"have another chain than those of {trunk}, first at step {step} in: {named}"
     return f"begin with another head than those of {trunk}"
 
 
