@@ -28,6 +28,9 @@ class ModelSettings:
     tied: bool = setting(True, "the embedding of tokens is also the output layer")
     rope_theta: float = setting(10_000.0, "base of the angles of rotary positions", above=0)
     norm_epsilon: float = setting(1e-5, "added to the mean square in norms", least=0)
+    shard: bool = setting(
+        False, "shard the model across workers, for one that is too large for a device; adamw only"
+    )
 
 
 @dataclass(frozen=True)

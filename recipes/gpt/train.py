@@ -19,6 +19,7 @@ import samestep as ss
 from recipes.gpt import checkpoint, training
 from recipes.gpt.config import Settings
 from recipes.gpt.data import Text, TextError, open_text, weights_of
+from recipes.gpt.model import Layer
 from recipes.gpt.page import picture
 from recipes.progress import Progress
 from recipes.resume import settings_applied
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         model = training.make_model(settings, text)
         if settings.pretrained is not None and run.step == 0:  # a resumed run has its parameters
             run.print(checkpoint.load(model, settings.model, settings.pretrained))
-        model = run.replicate(model)
+        sharded = {"shard": "full", "units": (Layer,)} if settings.model.shard else {}
+        model = run.replicate(model, **sharded)
         if flags.eval:
             if flags.dir:
                 track_text(run, text)
@@ -57,8 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             write_scores(run, flags.out, scores)
         else:
             scores = train(run, settings, model, text)
-        if settings.export is not None and run.is_main:
-            checkpoint.save(model, settings.model, text, settings.export)
+        if settings.export is not None:
+            with run.full_parameters(model):
+                if run.is_main:
+                    checkpoint.save(model, settings.model, text, settings.export)
         return scores
 
 

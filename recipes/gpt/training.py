@@ -21,11 +21,16 @@ Batch = Mapping[str, Tensor]  # rows of ss.Packed, int64 [rows, length], and the
 
 
 def make_model(settings: Settings, text: Text) -> Decoder:
-    """Make the model. Raises `SettingsError` if its embedding has too few tokens."""
-    size = settings.model.vocabulary or text.vocabulary
+    """Make the model. Raises `SettingsError` for settings that it cannot have."""
+    size, optimizer = settings.model.vocabulary or text.vocabulary, settings.optimizer
     if size < text.vocabulary:
         raise SettingsError(
             f"model.vocabulary must be at least {text.vocabulary}, as the tokenizer has, got {size}"
+        )
+    if settings.model.shard and not (optimizer.name == "adamw" and optimizer.shard):
+        raise SettingsError(
+            "model.shard=true needs optimizer.name=adamw and optimizer.shard=true, got"
+            f" {optimizer.name} and {str(optimizer.shard).lower()}"
         )
     return Decoder(settings.model, size)
 

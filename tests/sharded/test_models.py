@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep as ss
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
+from samestep.record.chain import Chain
 from tests.gpu.machines import enter_machine
 from tests.namespaces import hosts
 from tests.needs import needs
@@ -168,6 +169,8 @@ def test_snapshots_are_those_of_any_way(tmp_path, before, after):
     run_workers(trained, workers, tmp_path / "run", shard, 6, 3)
     shard, workers = after
     assert run_workers(trained, workers, tmp_path / "run", shard, 6) == [expected] * workers
+    histories = [Chain.open(tmp_path / name) for name in ("whole", "run")]
+    assert len({history.head_after(6) for history in histories}) == 1
 
 
 def counted(folder, shard):

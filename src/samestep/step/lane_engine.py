@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -428,11 +429,12 @@ class LaneEngine(LaneContext):
 
 def _results_of(reports: Sequence[Any]) -> list[LaneResult]:
     """Return the results of all lanes, in lane order, from the reports of all workers, by rank."""
-    return [
+    results = [
         LaneResult(lane, rank, *result)
         for rank, report in enumerate(reports)
         for lane, *result in report["lanes"]
     ]
+    return sorted(results, key=attrgetter("lane"))  # workers of sharded models take turns
 
 
 def _missing(parameters: Parameters, reports: Sequence[Any], skipped: str | None) -> set[int]:

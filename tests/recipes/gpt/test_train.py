@@ -65,6 +65,13 @@ def test_the_number_of_workers_changes_no_variant(variant, arguments, tmp_path):
     assert train(3, tmp_path / "3", arguments) == train(1, tmp_path / "1", arguments)
 
 
+@pytest.mark.skipif(not HAS_MUON, reason="needs PyTorch 2.9 or newer, which also has Muon")
+def test_a_sharded_model_has_the_bits_of_a_replicated_one(trained, arguments, tmp_path):
+    sharded = [*arguments, "model.shard=true", f"export={tmp_path / 'llama'}"]
+    assert train(2, tmp_path / "run", sharded) == trained[1]
+    assert (tmp_path / "llama" / "model.safetensors").exists()
+
+
 def test_a_run_that_stopped_goes_on_with_other_workers(trained, arguments, tmp_path):
     directory = ["--dir", str(tmp_path)]
     run_workers(main, 2, [*arguments, *directory], environment={"SAMESTEP_STOP_AFTER": "3"})
@@ -168,6 +175,8 @@ def test_verify_finds_the_same_bits_also_after_a_kill(arguments, tmp_path, monke
         (["optimizer.decay=1.5"], SettingsError, "optimizer.decay must be at most 1, got 1.5"),
         (["data.vocabulary=100"], SettingsError, "data.vocabulary must be at least 257, got 100"),
         (["model.vocabulary=100"], SettingsError, "model.vocabulary must be at least 280"),
+        (["model.shard=true", "optimizer.name=muon"], SettingsError, "got muon and true"),
+        (["model.shard=true", "optimizer.shard=no"], SettingsError, "got adamw and false"),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(changes, error, message, arguments, tmp_path):
