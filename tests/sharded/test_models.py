@@ -14,6 +14,7 @@ import samestep as ss
 from samestep.errors import ConfigError, LossError, ModelError, OptimizerError, WorldError
 from samestep.record.chain import Chain
 from tests.gpu.machines import enter_machine
+from tests.jobs import events
 from tests.namespaces import hosts
 from tests.needs import needs
 from tests.run.test_histogram import histograms
@@ -171,6 +172,9 @@ def test_snapshots_are_those_of_any_way(tmp_path, before, after):
     assert run_workers(trained, workers, tmp_path / "run", shard, 6) == [expected] * workers
     histories = [Chain.open(tmp_path / name) for name in ("whole", "run")]
     assert len({history.head_after(6) for history in histories}) == 1
+    assert [event["keep"] for event in events(tmp_path / "run", "sharded_model")] == [
+        "forward" for shard, _ in (before, after) if shard
+    ]
 
 
 def counted(folder, shard):

@@ -264,15 +264,25 @@ def test_steps_are_sorted():
     )
 
 
-def test_workers_their_lanes_and_the_slowest(tmp_path):
+@pytest.mark.parametrize(
+    ("events", "lanes"),
+    [
+        ([], [(0, 2, 1), (2, 5, 1), (5, 8, 1)]),
+        (["sharded_model"], [(0, 8, 3), (1, 8, 3), (2, 8, 3)]),
+    ],
+)
+def test_workers_their_lanes_and_the_slowest(events, lanes, tmp_path):
     fast, slow = (0.1, 0.1, 0.5, 0.0, 0.0), (0.1, 0.5, 0.1, 0.0, 0.0)
     view = view_of(
-        tmp_path, started(workers=3), *[timing(step, fast, slow, fast) for step in range(3)]
+        tmp_path,
+        started(workers=3),
+        *[{"event": event} for event in events],
+        *[timing(step, fast, slow, fast) for step in range(3)],
     )
     workers = view.summary()["workers"]
     assert [
         (worker["rank"], worker["host"], worker["pid"], worker["lanes"]) for worker in workers
-    ] == [(0, "here", 100, [0, 2]), (1, "here", 101, [2, 5]), (2, "here", 102, [5, 8])]
+    ] == [(rank, "here", 100 + rank, lanes[rank]) for rank in range(3)]
     assert [worker["lag"] is not None for worker in workers] == [False, True, False]
     even = view_of(
         tmp_path / "even",
@@ -282,12 +292,13 @@ def test_workers_their_lanes_and_the_slowest(tmp_path):
     assert not any(worker["lag"] is not None for worker in even.summary()["workers"])
 
 
-@given(st.integers(1, 40), st.data())
-def test_lanes_equal_those_of_training(lanes, data):
+@given(st.integers(1, 40), st.booleans(), st.data())
+def test_lanes_equal_those_of_training(lanes, is_strided, data):
     workers = data.draw(st.integers(1, lanes))
+    assignment = layout.Assignment(workers, lanes, is_strided)
     for rank in range(workers):
-        expected = layout.lanes_of(rank, workers, lanes)
-        assert lanes_of(rank, workers, lanes) == (expected.start, expected.stop)
+        own = range(*lanes_of(rank, workers, lanes, is_strided=is_strided))
+        assert own == assignment.of(rank)
 
 
 def summary(step, *, slowest, own_seconds, data=0.1, count=100):

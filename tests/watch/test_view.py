@@ -329,7 +329,7 @@ def test_a_run_that_was_evaluated_later_shows_how_it_was_trained(tmp_path):
         assert (row["workers"], row["epoch"], row["step"], row["state"]) == (2, 1, 8, "finished")
         assert (progress["epochs"], progress["done"]) == (2, 8)
         workers = view.summary()["workers"]
-        assert [worker["lanes"] for worker in workers] == [[0, 4], [4, 8]]
+        assert [worker["lanes"] for worker in workers] == [(0, 4, 1), (4, 8, 1)]
         assert [worker["seconds"] for worker in workers] == [1.0, 1.0]
         write(tmp_path, started(8, kind="resumed", workers=3, epoch=2))
         view.refresh()

@@ -232,6 +232,7 @@ class Run(Training, Collectives, Recording):
             # a replay looks into the gradients of whole parameters, whose bits are the same
             if self._session.replay is None:
                 self._models.add(module, buffers, units, keep, opened)
+                self._record.event("sharded_model", model=type(module).__name__, keep=keep)
                 return module
             if opened is not None:
                 self._models.fill(module, opened)

@@ -160,6 +160,7 @@ class RunState:
         self.started: float | None = None
         self.updated: float | None = None
         self.start: Event = {}
+        self.has_strided_lanes = False  # of each worker: a model is sharded
         # of the starts that changed settings: the step, settings and environment
         self.inputs: list[tuple[float, Any, Any]] = []
         self.commit: str | None = None  # of git
@@ -268,6 +269,7 @@ class RunState:
     def _update(self, event: dict[str, Any], kind: str) -> bool:
         """Apply an event of the run itself, and return whether it belongs on the timeline."""
         self.state = STATES.get(kind, self.state)
+        self.has_strided_lanes |= kind == "sharded_model"
         if kind == "finished" and self._trained is not None and self._made_no_step(event):
             self.start, self.loop = self._trained
             self.inputs = self._trained_inputs
@@ -323,6 +325,7 @@ class RunState:
         self._add_inputs(event, step)
         self.plans = [plan for plan in self.plans if plan.step < step]
         self.state, self.start, self.loop, self.loop_pace = "running", event, None, None
+        self.has_strided_lanes = False
         if "commit" in event:  # not after a worker was replaced
             self.commit = to_text(event["commit"])
             if self.commit and event.get("dirty"):

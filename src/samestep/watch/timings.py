@@ -321,8 +321,13 @@ def seconds_of(worker: Mapping[str, Any]) -> list[float]:
     return [*parts, own_seconds]
 
 
-def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, Any]]:
-    """Return the rank, host, devices, lanes and timings of each worker of a start event."""
+def worker_rows(
+    start: Mapping[str, Any], timings: Timings, *, is_strided: bool = False
+) -> list[dict[str, Any]]:
+    """Return the rank, host, devices, lanes and timings of each worker of a start event.
+
+    The lanes are first, end and stride. They are strided if the run has a sharded model.
+    """
     workers, timed = started_workers(start), dict(enumerate(timings.workers()))
     lanes = to_int(start.get("lanes")) or 0
     unknown = {"seconds": None, "parts": dict.fromkeys((*PARTS, OTHER)), "lag": None}
@@ -334,7 +339,7 @@ def worker_rows(start: Mapping[str, Any], timings: Timings) -> list[dict[str, An
             "host": to_text(worker.get("host")),
             "pid": to_int(worker.get("pid")),
             "devices": to_texts(worker.get("devices", start.get("devices"))),
-            "lanes": list(lanes_of(rank, len(workers), lanes)),
+            "lanes": lanes_of(rank, len(workers), lanes, is_strided=is_strided),
             **timed.get(rank, unknown),
         }
         for rank, worker in enumerate(workers)
@@ -348,9 +353,11 @@ def started_workers(start: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [worker if isinstance(worker, dict) else {} for worker in workers]
 
 
-def lanes_of(rank: int, workers: int, lanes: int) -> tuple[int, int]:
-    """Return a worker's lanes [first, end), as `samestep.step.layout.lanes_of` does."""
-    return rank * lanes // workers, (rank + 1) * lanes // workers
+def lanes_of(rank: int, workers: int, lanes: int, *, is_strided: bool) -> tuple[int, int, int]:
+    """Return first, end and stride of a worker's lanes, as `samestep.step.layout.Assignment`."""
+    if is_strided:
+        return rank, lanes, workers
+    return rank * lanes // workers, (rank + 1) * lanes // workers, 1
 
 
 def _lag(longest: float, usual: float, step: float | None) -> float | None:

@@ -246,7 +246,7 @@ class View:
                     {"name": name, "step": series[-1].position[0]}
                     for name, series in run.histograms.items()
                 ],
-                "workers": worker_rows(run.start, run.timings),
+                "workers": worker_rows(run.start, run.timings, is_strided=run.has_strided_lanes),
                 "parts": run.timings.parts(),
                 "samples": run.hosts.count,
                 "samples_used": _all_samples(run),
