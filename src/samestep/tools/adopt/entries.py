@@ -50,7 +50,7 @@ class Entries:
     def __init__(self, names: Names, texts: Mapping[str, str], loops: list[Loop]) -> None:
         self.all: list[Entry] = []
         self._names, self._texts = names, texts
-        self._seen: set[tuple[str, ast.AST]] = set()
+        self._seen: dict[tuple[str, ast.AST], None] = {}  # in their order
         clashes = {name: names.bindings(name) for name in ("run", "ss")}
         # other functions may well have a `batch`
         inside = (node for loop in loops for node in ast.walk(loop))
@@ -61,9 +61,13 @@ class Entries:
         """Return whether there is an entry of a rule for a node."""
         return (name, node) in self._seen
 
+    def node_of(self, name: str) -> ast.AST | None:
+        """Return the node of a rule's first entry, None if there is none."""
+        return next((node for rule, node in self._seen if rule == name), None)
+
     def has_rule(self, *names: str) -> bool:
         """Return whether there is an entry of one of some rules."""
-        return not {name for name, _ in self._seen}.isdisjoint(names)
+        return any(self.node_of(name) for name in names)
 
     def name_of(self, name: str) -> str:
         """Return what `run`, `batch` or `ss` is called beside the names of the script."""
@@ -73,7 +77,7 @@ class Entries:
         """Add an entry for a node, once for each rule. `more` says how many places are like it."""
         if self.has(name, node):
             return
-        self._seen.add((name, node))
+        self._seen[name, node] = None
         rule = rules()[name]
         values = defaultdict(lambda: "...", self._texts, name=text)
         values.update(texts, clashes="".join(self._notes()))
@@ -94,6 +98,6 @@ class Entries:
     def _renamed(self, text: str) -> str:
         """Return what a rule says, with other names for those that the script has."""
         for name in self._clashes:
-            pattern = rf"(?<![{{\w.]){name}(?=[.:),`\n]|$| in )"
+            pattern = rf"(?<![{{\w.])(?<!samestep ){name}(?=[.:),`\n]|$| in )"
             text = re.sub(pattern, self.name_of(name), text)
         return text

@@ -8,8 +8,17 @@ from typing import Final
 
 from samestep.tools.adopt.batches import factor
 from samestep.tools.adopt.entries import Entries, head
-from samestep.tools.adopt.roles import Function, Loop, Names, code, dotted, is_stored, nodes_of
-from samestep.tools.adopt.rules import Rule, calls, matcher, rules
+from samestep.tools.adopt.roles import (
+    Function,
+    Loop,
+    Names,
+    code,
+    dotted,
+    flags_of,
+    is_stored,
+    nodes_of,
+)
+from samestep.tools.adopt.rules import Rule, matcher, rules
 
 Branch = ast.If | ast.IfExp | ast.While
 WITH_NUMBERS: Final = ("share", "by world", "sampler", "group")  # rules, of workers or ranks
@@ -28,6 +37,11 @@ def targets_of(node: ast.AST) -> list[ast.AST]:
 def place_of(node: ast.AST) -> tuple[int, int]:
     """Return the line and the column of a node."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def shown(node: ast.AST) -> str:
+    """Return how an entry names a place: by its code, but an argument of the script by its flag."""
+    return next(iter(flags_of(node)), head(node))
 
 
 class Places:
@@ -53,16 +67,13 @@ class Places:
 
     def _unneeded_functions(self) -> list[Function]:
         """Return the functions that form the group of workers, and those that only they call."""
-        group = matcher(*rules()["group"].patterns)
-        calls_of_group = (
-            node for node in self._names.nodes if group.fullmatch(self._names.visit(node))
-        )
-        functions = [function for function in map(self._names.callee, calls_of_group) if function]
+        group, names = matcher(*rules()["group"].patterns), self._names
+        calls_of_group = [node for node in names.nodes if group.fullmatch(names.visit(node))]
+        functions = [function for function in map(names.callee, calls_of_group) if function]
         for outer in functions:  # which grows
             inside = {*ast.walk(outer)}
-            for function, callers in self._names.callers.items():
-                if function not in functions and inside.issuperset(callers):
-                    functions.append(function)
+            called = (inner for inner, by in names.callers.items() if inside.issuperset(by))
+            functions += [inner for inner in called if inner not in functions]
         return functions
 
     def add_all(self) -> None:
@@ -87,7 +98,8 @@ class Places:
                     self._entries.add(rule.name, place, head(place), **self._texts(node, place))
         for rule_name, nodes in once.items():
             more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-            self._entries.add(rule_name, nodes[0], head(nodes[0]), more=more)
+            texts = {"all": ", ".join(dict.fromkeys(map(shown, nodes))), "more": more}
+            self._entries.add(rule_name, nodes[0], shown(nodes[0]), **texts)
 
     def _first_fitting(
         self, name: str, node: ast.AST, patterns: list[tuple[Rule, re.Pattern[str]]]
@@ -104,44 +116,88 @@ class Places:
                 return (None, None) if is_known else (rule, place)
         return None, None
 
+    # where a rule is for
+
     def _place(self, where: str, node: ast.AST) -> ast.AST | None:
         """Return the node that an entry is about, None if the rule is not for this place."""
         around = [*self._names.around(node)]
         if where in {"test", "compared", "output"}:
-            pairs = zip(around, [node, *around], strict=False)
-            tests = [
-                outer for outer, inner in pairs if isinstance(outer, Branch) and outer.test is inner
-            ]
-            if where == "output" and tests and self._matters(tests[0]):
-                return None
-            if where == "compared":
-                compares = (outer for outer in around if isinstance(outer, ast.Compare))
-                compared = [outer for outer in compares if isinstance(outer.ops[0], ORDERED)]
-                return next(iter([*tests, *compared]), None) if compared else None
-            return next(iter(tests), None)
+            return self._branch(where, node, around)
         loops = [outer for outer in around if isinstance(outer, Loop)]
         functions = [outer.name for outer in around if isinstance(outer, Function)]
         is_evaluated = any(self._entries.has("evaluation", loop) for loop in loops)
+        over = [loop.iter for loop in loops if isinstance(loop, ast.For)]
         fits = {
             "": True,
             "once": True,
             "lane": node in self._lanes,
             "batch": node in self._lanes or is_evaluated,
+            "carried": where == "carried" and self._is_carried(node, around),
+            "reset": where == "reset" and self._is_carried(node, around) and self._is_reset(node),
             "loop": bool(loops),
             "top": not functions and not loops,
+            "tracked": where == "tracked" and not loops and self._is_tracked(node),
             "model": "forward" in functions or any(map(self._is_module, around)),
             "train": not is_evaluated,
-            "iterated": any(
-                node in ast.walk(loop.iter) for loop in loops if isinstance(loop, ast.For)
-            ),
+            "iterated": any(node in ast.walk(part) for part in over),
             "trained": where == "trained" and self._is_trained(node),
             "unsorted": where == "unsorted" and not self._is_sorted(around),
         }
         return node if fits[where] else None
 
+    def _branch(self, where: str, node: ast.AST, around: list[ast.AST]) -> ast.AST | None:
+        """Return the branch whose test has a node, or the comparison without one."""
+        pairs = zip(around, [node, *around], strict=False)
+        tests = [out for out, inner in pairs if isinstance(out, Branch) and out.test is inner]
+        if where == "output" and tests and self._matters(tests[0]):
+            return None
+        if where == "compared":
+            compares = [outer for outer in around if isinstance(outer, ast.Compare)]
+            compared = [outer for outer in compares if isinstance(outer.ops[0], ORDERED)]
+            tests = [*tests, *compared] if compared else []
+        return next(iter(tests), None)
+
+    def _is_carried(self, node: ast.AST, around: list[ast.AST]) -> bool:
+        """Return whether what a node in a lane changes keeps the values of other lanes."""
+        begun = (
+            self._statement(value)
+            for value in self._names.assigned.get(self._changed(node), [])
+            if value in self._lanes
+        )
+        is_fresh = any(
+            place_of(statement) < place_of(node) and self._names.parents[statement] in around
+            for statement in begun
+        )
+        return node in self._lanes and not is_fresh
+
+    def _is_reset(self, node: ast.AST) -> bool:
+        """Return whether a loop begins what a node changes again, such as one over epochs."""
+        text = self._changed(node)
+        home = self._names.home(node, text)
+        values = self._names.assigned.get(text, [])
+        return any(
+            any(self._names.loops(value))
+            for value in values
+            if self._names.home(value, text) is home
+        )
+
+    def _changed(self, node: ast.AST) -> str:
+        """Return what a node adds to: the target of `+=`, or the object of a method."""
+        match node:
+            case ast.AugAssign(target=changed) | ast.Call(func=ast.Attribute(value=changed)):
+                return dotted(changed)
+        return ""
+
+    def _is_tracked(self, node: ast.AST) -> bool:
+        """Return whether a node follows the place of `run.track`, in the same function."""
+        track = self._entries.node_of("track")
+        is_near = track is not None and self._names.scope(node) is self._names.scope(track)
+        return is_near and place_of(node) > place_of(track)
+
     def _is_trained(self, call: ast.AST) -> bool:
-        made = [value.made for value in self._names.values(getattr(call, "args", [None])[0])]
-        return not any(self._entries.has("evaluation", loader) for loader in made)
+        values = self._names.values(getattr(call, "args", [None])[0])
+        evaluated = ("evaluation", "unknown evaluated loader")
+        return not any(self._entries.has(name, v.made) for v in values for name in evaluated)
 
     def _is_module(self, node: ast.AST) -> bool:
         bases = node.bases if isinstance(node, ast.ClassDef) else []
@@ -150,24 +206,18 @@ class Places:
     def _is_sorted(self, around: list[ast.AST]) -> bool:
         targets = [dotted(node.targets[0]) for node in around if isinstance(node, ast.Assign)]
         sorts = self._names.reads.keys() & {f"{target}.sort" for target in targets}
-        return bool(sorts) or any(
-            calls("sorts").fullmatch(self._names.visit(node)) for node in around
-        )
+        return bool(sorts) or any(self._names.is_for(node, "sorts") for node in around)
 
     # what only one worker does
 
     def _matters(self, branch: Branch) -> bool:
         """Return whether a branch does what all workers have to do, or need the result of."""
-        parts = (
-            part if isinstance(part, list) else [part] for part in (branch.body, branch.orelse)
-        )
-        nodes = [node for part in parts for statement in part for node in ast.walk(statement)]
+        nodes = {*ast.walk(branch)} - {*ast.walk(branch.test)}
         values = [node.value for node in nodes if isinstance(node, ast.Assign)]
-        together = calls("made by all workers")
         return (
             any(isinstance(node, ENDS) for node in nodes)
             or any(map(self._names.callee, values))
-            or any(together.fullmatch(self._names.visit(node)) for node in nodes)
+            or any(self._names.is_for(node, "made by all workers") for node in nodes)
             or bool(self._read_elsewhere(branch))
         )
 
@@ -214,11 +264,10 @@ class Places:
         if start is None:
             return False
         values = [value for value in self._names.assigned.get(text, []) if value not in around]
-        statements = [self._statement(value) for value in values]
         again = any(
             start < place_of(statement) < place_of(read)
             and self._names.parents[statement] in around
-            for statement in statements
+            for statement in map(self._statement, values)
         )
         targets = (target for node in around if node not in outer for target in targets_of(node))
         return not again and text not in map(dotted, targets)
@@ -226,41 +275,56 @@ class Places:
     def _statement(self, node: ast.AST) -> ast.stmt:
         return next(outer for outer in self._names.around(node) if isinstance(outer, ast.stmt))
 
+    # what is said of a place
+
     def _texts(self, node: ast.AST, place: ast.AST) -> dict[str, str]:
         """Return what a rule may say of a node: its arguments, and what is around it."""
-        texts = self._texts_of_call(node) if isinstance(node, ast.Call) else {}
-        if isinstance(node, ast.Attribute):
-            texts["object"] = code(node.value)
-        if isinstance(node, ast.BinOp):
-            is_left = self._names.visit(node).startswith(("<world>", "<devices>"))
-            rest, other = (node.right, node.left) if is_left else (node.left, node.right)
-            rounded = re.fullmatch(rf"(.+) \+ {re.escape(code(other))} - 1", code(rest))
-            texts["rest"] = rounded[1] if rounded else code(rest)
+        changed = self._changed(node)
+        texts = {"assigned": code(node), "changed": changed}
+        match node:
+            case ast.Call():
+                texts |= self._texts_of_call(node)
+            case ast.Attribute(value=value):
+                texts["object"] = code(value)
+            case ast.AugAssign(value=value):
+                texts["rest"] = changed
+                texts["value"] = "loss" if "loss" in code(value) else changed.rpartition(".")[2]
+            case ast.BinOp():
+                texts["rest"] = self._without_workers(node)
         if isinstance(place, Branch):
             texts["test"] = code(place.test)
         if place in self._of_ranks:
             elsewhere = ", ".join(f"`{text}`" for text in self._read_elsewhere(place))
             texts["names"] = f" ({elsewhere})" if elsewhere else ""
         parent = self._names.parents.get(node)  # None of `Load`, which nodes share
-        texts["assigned"] = code(node)
         if isinstance(parent, ast.Compare):
             (left, right), is_right = (parent.left, parent.comparators[0]), node is not parent.left
             is_score = isinstance(parent.ops[0], ast.Gt | ast.GtE) == is_right
             texts["score"] = f"{'' if is_score else '-'}{factor(code(left if is_right else right))}"
-        if "first" in texts:
-            texts["loop"] = texts["first"]
         for value in self._names.values(node)[:1]:
-            made, name = self._names.visit(value.made), code(node)
-            texts["seed"] = f"{name}.manual_seed" if "torch" in made else f"{name}.seed"
-            if made.startswith("numpy"):
-                texts["seed"] = NUMPY_SEED.format(name)
+            texts["seed"] = self._seed(code(node), self._names.visit(value.made))
         return texts
+
+    def _seed(self, name: str, made: str) -> str:
+        """Return the function that seeds a generator of torch, NumPy or Python."""
+        if made.startswith("numpy"):
+            return NUMPY_SEED.format(name)
+        return f"{name}.manual_seed" if "torch" in made else f"{name}.seed"
+
+    def _without_workers(self, node: ast.BinOp) -> str:
+        """Return a number that is multiplied or divided by the workers without these."""
+        is_left = self._names.visit(node).startswith(("<world>", "<devices>"))
+        rest, workers = (node.right, node.left) if is_left else (node.left, node.right)
+        rounded = re.fullmatch(rf"(.+) \+ {re.escape(code(workers))} - 1", code(rest))
+        return rounded[1] if rounded else code(rest)
 
     def _texts_of_call(self, call: ast.Call) -> dict[str, str]:
         texts = dict(zip(("first", "max_norm"), map(code, call.args), strict=False))
         keywords = (keyword for keyword in call.keywords if keyword.arg in KEYWORDS)
         texts |= {str(keyword.arg): code(keyword.value) for keyword in keywords}
         texts["args"] = ", ".join(map(code, [*call.args, *call.keywords]))
+        texts["loop"] = texts.get("first", "loop")
+        texts["value"] = "loss" if "loss" in texts["loop"] else self._changed(call)
         match call.args:
             case [ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_]:
                 texts["model"] = code(model)

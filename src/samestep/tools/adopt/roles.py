@@ -24,8 +24,12 @@ NUMBERS: Final = {"<world>", "<devices>"}
 SIGNS: Final[dict[type[ast.operator], str]] = {ast.Add: "+", ast.Mult: "times", ast.Div: "/"}
 SIGNS.update({ast.FloorDiv: "//", ast.Mod: "%"})
 DEVICE: Final = re.compile("device|cuda|gpu|rank")
-ARGUMENTS: Final = ("module", "score", "device", "weight", "<loader>", "set()")  # in names of calls
+DEPTH: Final = 4  # calls that are followed from a function to the loops around it
 SCORE: Final = re.compile(r"\.item\(\)|\bloss|\bacc(uracy)?\d?\b|\.size\(")
+LOSS: Final = re.compile("loss|item|sum|mean")
+SAMPLES: Final = re.compile(
+    r"\.size\(0\)|\.size\(\)\[0\]|\.shape\[0\]|^len\(|batch_size|^bs$|samples"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,21 @@ def code(node: ast.AST | None) -> str:
 def is_stored(node: ast.AST) -> bool:
     """Return whether a node is a name or an attribute that a statement assigns."""
     return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def flags_of(node: ast.AST) -> list[str]:
+    """Return the flags such as --resume that a call of `add_argument` adds."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=arguments):
+            texts = [code(argument)[1:-1] for argument in arguments]
+            return [text for text in texts if text.startswith("--")]
+    return []
+
+
+def _key(node: ast.AST) -> str:
+    """Return the text by which a subscript takes an entry, "" of another one."""
+    key = node.slice.value if isinstance(getattr(node, "slice", None), ast.Constant) else ""
+    return key if isinstance(key, str) else ""
 
 
 def bound_name(node: ast.AST) -> str:
@@ -99,10 +118,11 @@ class Names(ast.NodeVisitor):
         self._visited: dict[ast.AST, str] = {}
         self._means = {file.tree: {i.name: i.means for i in file.imports} for file in sources}
         self._local = {file.tree: {i.name for i in file.imports if i.file} for file in sources}
-        imported = [means for names in self._means.values() for means in names.values()]
-        self.has_workers = any(map(calls("of workers").fullmatch, imported))
         for source in sources:
             self._read(source.tree)
+        used = [text for text in self.reads if text.startswith("torch.")]
+        used += [means for names in self._means.values() for means in names.values()]
+        self.has_workers = any(map(calls("of workers").fullmatch, used))
         self.nodes = [*self._reached(sources)]
         statements = [node for node in self.nodes if isinstance(node, LEARNED)]
         statements = [node for node in statements if not self._is_field(node)]
@@ -187,17 +207,34 @@ class Names(ast.NodeVisitor):
             node = self.parents[node]
             yield node
 
+    def loops(self, node: ast.AST, depth: int = DEPTH) -> Iterator[Loop]:
+        """Yield the loops around a node, then those around the first call of its function."""
+        around = [*self.around(node)]
+        yield from (outer for outer in around if isinstance(outer, Loop))
+        functions = [outer for outer in around if isinstance(outer, Function)]
+        callers = self.callers.get(functions[-1], []) if functions else []
+        if callers and depth:
+            yield from self.loops(callers[0], depth - 1)
+
+    def expressions(self, node: ast.expr | None) -> list[ast.expr]:
+        """Return an expression, and all that is assigned to it if it is a name."""
+        return [node, *self.assigned.get(dotted(node), [])] if node else []
+
+    def is_for(self, node: ast.AST, purpose: str) -> bool:
+        """Return whether rules.md lists a call for a purpose."""
+        return bool(calls(purpose).fullmatch(self.visit(node)))
+
     def role(self, node: ast.AST) -> str:
-        """Return the role of a name or an attribute, "" without one."""
+        """Return the role of a name, an attribute or a key, "" without one."""
         if values := self._lookup(node):
             return values[0].role
         text = dotted(node)
+        last = text.rpartition(".")[2] or _key(node)
         is_called = getattr(self.parents.get(node), "func", None) is node
-        means = self._means[self.module(node)]
+        means = self._means[self.module(node)] if last else {}
         is_of_torch = means.get(text.partition(".")[0], "").startswith("torch")
-        if not text or is_called or is_of_torch or text in means:
+        if not last or is_called or is_of_torch or text in means:
             return ""
-        last = text.rpartition(".")[2]
         named = (role for role, (_, _, names) in roles().items() if names.fullmatch(last))
         return next((role for role in named if self.has_workers or role not in OF_WORKERS), "")
 
@@ -213,38 +250,44 @@ class Names(ast.NodeVisitor):
 
     def visit_Call(self, call: ast.Call) -> str:
         name = self.visit(call.func)
-        first = call.args[0] if call.args else ast.Constant(None)
-        last, argument = name.rpartition(".")[2], ""
-        if last == "getattr" and not isinstance(call.args[-1], ast.Constant):
-            argument = "module" * (
-                dotted(first).partition(".")[0] in self._means[self.module(call)]
-            )
-        elif last in {"update", "append"}:
-            argument = "score" * bool(SCORE.search(code(call)))
-        elif last == "to":
-            argument = "device" * bool(DEVICE.search(code(first)))
-        elif last in {"cross_entropy", "nll_loss"}:
-            argument = "weight" * (len(call.args) > 2)
-        elif last == "len":
-            argument = f"<{role}>" if (role := self.role(first)) else ""
-        elif name in {"list", "tuple", "enumerate"} and isinstance(first, ast.Call):
-            argument = self.visit(first)
-        elif name in {"os.environ.get", "os.getenv"}:
-            return f"os.environ.{code(first)[1:-1]}"
-        elif last == "add_argument":  # by the name that argparse gives it
-            flags = [code(flag)[1:-1] for flag in call.args if code(flag)[1:3] == "--"]
-            return f"{name}({''.join(flags[:1]).replace('-', '_').replace('__', '--', 1)})"
-        return f"{name}({argument if argument in ARGUMENTS else ''})"
+        if name in {"os.environ.get", "os.getenv"} and call.args:
+            return f"os.environ.{code(call.args[0])[1:-1]}"
+        for flag in flags_of(call)[:1]:  # as argparse names it
+            return f"{name}({flag.replace('-', '_').replace('__', '--', 1)})"
+        return f"{name}({self._argument(name, call) if call.args or call.keywords else ''})"
+
+    def _argument(self, name: str, call: ast.Call) -> str:
+        """Return what rules have to know of the arguments of a call, "" of most."""
+        first, *others = [*call.args, ast.Constant(None)]
+        last = name.rpartition(".")[2]
+        is_for_effect = isinstance(self.parents[call], ast.Expr)
+        root = dotted(first).partition(".")[0]
+        says = {
+            "module": last == "getattr"
+            and root in self._means[self.module(call)]
+            and not isinstance(call.args[-1], ast.Constant),
+            "scores": last == "update" and not call.args and SCORE.search(code(call)),
+            "score": last in {"update", "append"} and SCORE.search(code(call)),
+            "device": last == "to" and DEVICE.search(code(first)),
+            "weight": last in {"cross_entropy", "nll_loss"} and others[2:],
+            "<loader>": last == "len" and self.role(first) == "loader",
+            "set()": last in {"list", "tuple", "enumerate"} and self.visit(first) == "set()",
+            "state": last == "load_state_dict" and code(first).endswith(".state_dict()"),
+            "<ema>": is_for_effect and self.role(first) == "ema",
+        }
+        return next((text for text, is_so in says.items() if is_so), "")
 
     def visit_keyword(self, node: ast.keyword) -> str:
         roles_of_value = [f"<{value.role}>" for value in self.values(node.value)]
         value = next(iter(roles_of_value), "x")
         if isinstance(node.value, ast.Constant):
             value = str(node.value.value)
-        return f"{self.visit(self.parents[node]).removesuffix(')')}{node.arg}={value})"
+        return f"{self.visit(self.parents[node]).rpartition('(')[0]}({node.arg}={value})"
 
     def visit_AugAssign(self, node: ast.AugAssign) -> str:
-        return f"{SIGNS.get(type(node.op))}= {self._operand(node.value)}"
+        is_number = SAMPLES.search(code(node.value)) and not LOSS.search(code(node.value))
+        operand = "samples" if is_number else self._operand(node.value)
+        return f"{SIGNS.get(type(node.op))}= {operand}"
 
     def visit_BinOp(self, node: ast.BinOp) -> str:
         first, second = map(self._operand, (node.left, node.right))
@@ -254,10 +297,10 @@ class Names(ast.NodeVisitor):
         return f"{first} {sign}" if first in NUMBERS else f"{sign} {second}"
 
     def visit_Subscript(self, node: ast.Subscript) -> str:
-        name, key = self.visit(node.value), getattr(node.slice, "value", None)
-        if isinstance(key, str):
-            return f"{name}.{key}"
-        return f"{name}[]{' =' * is_stored(node)}"
+        if role := self.role(node):
+            return f"<{role}>"  # of a key
+        name, key = self.visit(node.value), _key(node)
+        return f"{name}.{key}" if key else f"{name}[]{' =' * is_stored(node)}"
 
     def visit_Name(self, node: ast.Name | ast.Attribute) -> str:
         parent, role = self.parents[node], self.role(node)
@@ -308,23 +351,23 @@ class Names(ast.NodeVisitor):
         if role:
             return [Value(role, node)]
         is_test = isinstance(node, ast.Compare | ast.UnaryOp)
-        parts = self._parts(node, name)
+        parts = self._parts(node)
         values = [value for part in parts for value in self.values(part, depth + 1)]
         values = [value for value in values if value.role == "rank" or not is_test]
         if isinstance(node, ast.Compare) and code(node.comparators[0]) in NO_RANK:
             return [Value("distributed", value.made) for value in values]
         return values
 
-    def _parts(self, node: ast.expr, name: str) -> list[ast.expr]:
+    def _parts(self, node: ast.expr) -> list[ast.expr]:
         """Return the expressions of which an expression has the role."""
         if function := self.callee(node):
             return returned(function)
         match node:
-            case ast.Call(args=parts) if calls("role of their arguments").fullmatch(name):
+            case ast.Call(args=parts) if self.is_for(node, "role of their arguments"):
                 return parts
-            case ast.Call(func=ast.Attribute(value=value)) if calls(
-                "role of their object"
-            ).fullmatch(name):
+            case ast.Call(func=ast.Attribute(value=value)) if self.is_for(
+                node, "role of their object"
+            ):
                 return [value]
             case ast.IfExp(body=body, orelse=other):
                 return [body, other]
@@ -388,9 +431,7 @@ class Names(ast.NodeVisitor):
 
     def _elements(self, value: ast.expr, number: int) -> list[ast.expr]:
         """Return the expressions that a tuple of targets gets, or what makes all of them."""
-        if isinstance(value, ast.Call) and calls("prepares its arguments").fullmatch(
-            self.visit(value)
-        ):
+        if isinstance(value, ast.Call) and self.is_for(value, "prepares its arguments"):
             return value.args
         function = self.callee(value)
         tuples = [value, *(returned(function) if function else [])]

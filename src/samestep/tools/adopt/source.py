@@ -14,6 +14,7 @@ from typing import Final
 
 from samestep.errors import ConfigError
 from samestep.host import parse
+from samestep.tools.adopt.rules import calls
 
 MOST_BYTES: Final = 5_000_000
 MOST_FILES: Final = 40
@@ -24,6 +25,7 @@ EXPECTED: Final = "expected a Python script, such as train.py"
 INIT: Final = "__init__.py"
 Names = frozenset[str]
 ALL: Final[Names] = frozenset("*")
+ABOVE: Final = 2  # folders above that of the script, of which a package may be imported
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,15 @@ class Import:
     means: str  # its dotted name, such as torch.nn of nn
     file: Path | None  # of the folder of the script
     takes: Names  # of the file
+    statement: ast.stmt
+    module: str  # as the statement says it, such as .engine
+
+    def is_absent(self, folder: Path) -> bool:
+        """Return whether it is a module of the script's project, but not in its folder."""
+        root = self.module.partition(".")[0]  # "" of a relative import
+        above = folder.absolute().parents[:ABOVE]
+        is_own = not root or calls("own modules").fullmatch(root)
+        return not self.file and bool(is_own or any(_find(parent, [root]) for parent in above))
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,24 +143,22 @@ def _imports(path: Path, tree: ast.Module, folder: Path) -> Iterator[Import]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                parts = alias.name.split(".")
-                name = alias.asname or parts[0]
-                takes = frozenset(used.get(name, ()))
-                yield Import(
-                    name, alias.name if alias.asname else name, _find(folder, parts), takes
-                )
+                name = alias.asname or alias.name.partition(".")[0]
+                means = alias.name if alias.asname else name
+                file, takes = _find(folder, alias.name.split(".")), frozenset(used.get(name, ()))
+                yield Import(name, means, file, takes, node, alias.name)
         elif isinstance(node, ast.ImportFrom):
             parts = node.module.split(".") if node.module else []
             above = [*path.parents]
             start = above[min(node.level, len(above)) - 1] if node.level else folder
             start = start if folder in {start, *start.parents} else folder  # never above it
             for alias in node.names:
-                name = alias.asname or alias.name
-                means = ".".join([*parts, alias.name])
-                if file := _find(start, [*parts, alias.name]):
-                    yield Import(name, means, file, frozenset(used.get(name, ())))
-                else:
-                    yield Import(name, means, _find(start, parts), frozenset([alias.name]))
+                name, means = alias.asname or alias.name, ".".join([*parts, alias.name])
+                file, takes = _find(start, [*parts, alias.name]), frozenset(used.get(name, ()))
+                if not file:
+                    file, takes = _find(start, parts), frozenset([alias.name])
+                module = "." * node.level + (node.module or alias.name)
+                yield Import(name, means, file, takes, node, module)
 
 
 def _find(folder: Path, parts: list[str]) -> Path | None:
