@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
+import samestep
+from samestep.host import parse
 from samestep.tools.adopt import plan
 
 TORCH = """\
@@ -284,6 +287,19 @@ def test_flags_that_lose_their_use_are_one_entry(planned):
     (entry,) = (entry for entry in entries if entry.name.startswith("--"))
     assert (entry.kind, entry.name) == ("goes", "--world-size and 3 more")
     assert entry.say.endswith(": --world-size, --local_rank, --dist-url, --resume")
+
+
+def test_what_the_trainer_refuses_has_an_entry(planned):
+    """`transformers` need not be installed: the names are read from the source."""
+    source = (Path(samestep.__file__).parent / "integrations/huggingface.py").read_text()
+    (refused,) = (
+        node.value
+        for node in ast.walk(parse(source))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "REFUSED"
+    )
+    names = [name for name in ast.literal_eval(refused) if "." not in name]
+    entries = planned(trainer(", ".join(f"{name}=1" for name in names)))
+    assert {f"{name}=1" for name in names} - {entry.name for entry in entries} == set()
 
 
 def test_buffers_outside_of_classes_are_no_error(planned):
