@@ -60,6 +60,11 @@ def averaged(line):
     )
 
 
+def evaluated(line):
+    loop = f"for images in DataLoader(test_set, 9):\n    {line}\n"
+    return factory("loader = DataLoader(train_set, 8)") + loop
+
+
 def trainer(keyword):
     return f"""\
 from transformers import Trainer, TrainingArguments
@@ -173,6 +178,30 @@ KINDS = {
             "total += loss.item()",
             f"{METRICS}run.log(batch.means)",
         ),
+    ),
+    "an exit at NaN": (
+        summed("if loss.isnan(): sys.exit(1)"),
+        *("goes", "sys.exit(1)", 'ss.init(nonfinite_loss="stop")'),
+    ),
+    "a sum in an evaluation": (
+        evaluated("total += F.mse_loss(net(images), images, reduction='sum')"),
+        *("changes", "reduction='sum'", 'reduction="mean"'),
+    ),
+    "a short evaluation": (
+        evaluated("if late: break"),
+        *("changes", "break", "torch.utils.data.Subset(dataset, range(N))"),
+    ),
+    "a metric object": (
+        f"from torchmetrics.classification import Accuracy\n{MODEL}metric = Accuracy()\n",
+        *("changes", "Accuracy()", "run.evaluate(scores_of, net, dataset, GLOBAL)"),
+    ),
+    "models of a library": (
+        "import timm\none, two = timm.create_model(1), timm.create_model(2)\n",
+        *("breaks", "timm.create_model(1) and 1 more", ""),
+    ),
+    "a folder with a time": (
+        f"{MODEL}from datetime import datetime\nname = datetime.now().strftime('%H')\n",
+        *("breaks", "datetime.now().strftime('%H')", 'dir="runs/train"'),
     ),
     "accumulation of the Trainer": (
         trainer("gradient_accumulation_steps=4"),

@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from samestep.tools.adopt.roles import Names, code, dotted
+from samestep.tools.adopt.roles import Names
+from samestep.tools.adopt.syntax import code, dotted
 
 # of which the parameters may be passed by position
 LOADER: Final = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler")

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from samestep.tools.adopt.roles import Loop, Names, bound_name, code
+from samestep.tools.adopt.roles import Names
 from samestep.tools.adopt.rules import rules
+from samestep.tools.adopt.syntax import Loop, bound_name
 
 NAME_WIDTH: Final = 60  # characters of code in an entry
 # names of the replacement, and others for scripts that have variables with these
@@ -28,20 +29,6 @@ class Entry:
     say: str
     write: str
     link: str  # a page of docs/, with its section
-
-
-def bare(node: ast.AST | None) -> str:
-    """Return the source of a node without parentheses around it."""
-    return re.sub(r"^\((.*)\)$", r"\1", code(node))
-
-
-def head(node: ast.AST) -> str:
-    """Return the first line of a statement, or an expression."""
-    if isinstance(node, ast.For):
-        return f"for {bare(node.target)} in {code(node.iter)}:"
-    if isinstance(node, ast.If | ast.While):
-        return f"{type(node).__name__.lower()} {code(node.test)}:"
-    return f"class {node.name}:" if isinstance(node, ast.ClassDef) else code(node)
 
 
 class Entries:

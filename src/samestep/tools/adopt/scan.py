@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
 from samestep.tools.adopt.batches import loader_of, per_step, total
-from samestep.tools.adopt.entries import Entries, bare, head
+from samestep.tools.adopt.entries import Entries
 from samestep.tools.adopt.places import Places
-from samestep.tools.adopt.roles import Function, Loop, Names, code, dotted, nodes_of
+from samestep.tools.adopt.roles import Names
 from samestep.tools.adopt.source import Source
+from samestep.tools.adopt.syntax import (
+    Function,
+    Loop,
+    bare,
+    code,
+    dotted,
+    head,
+    iterated,
+    lines_of,
+    nodes_of,
+    passes_of,
+    range_of,
+)
 
 TRACKED: Final = ("model", "optimizer", "scheduler", "scaler", "ema")
+CHANGED: Final = r"self\.{0}(\[[^=]*\])? [+*/@-]*= |self\.{0}\.\w+_\("  # a buffer, in place or not
 OWN_BACKWARD: Final = ("super()", "ctx.", "run.", "batch.")
-
-
-def changes(node: ast.AST, text: str) -> bool:
-    """Return whether a node assigns a variable or an entry of it, or changes it in place."""
-    match node:
-        case ast.Assign(targets=targets):
-            pass
-        case ast.AugAssign(target=target):
-            targets = [target]
-        case ast.Call(func=ast.Attribute(value=value, attr=method)):
-            return method[-1:] == "_" and dotted(value) == text
-        case _:
-            return False
-    bases = [part.value if isinstance(part, ast.Subscript) else part for part in targets]
-    return text in map(dotted, bases)
-
-
-def lines_of(nodes: Sequence[ast.stmt]) -> str:
-    """Return the lines of statements as text."""
-    first, last = nodes[0].lineno, nodes[-1].end_lineno
-    return f"line {first}" if first == last else f"lines {first} to {last}"
-
-
-def iterated(loop: Loop) -> list[ast.AST]:
-    """Return the nodes of what a loop iterates."""
-    return [*ast.walk(loop.iter)] if isinstance(loop, ast.For) else []
 
 
 class Scan:
@@ -132,7 +121,7 @@ class Scan:
         reads = [node for node in ast.walk(step) if visit(node) == "next()"]
         loaders = self._loaders(iterated(step)) or self._loaders(nodes_of(reads))
         self._trained += loaders
-        if not loaders and (passes := self._passes(step)):
+        if not loaders and (passes := passes_of(step)):
             texts = {"epochs": passes, "calls": per_step(self._names)}
             self.entries.add("own batches", step, head(step), **texts)
         elif not loaders and isinstance(step, ast.For):
@@ -140,40 +129,15 @@ class Scan:
             lines = [value.lineno for values in assigned for value in values]
             made = "".join(f" of line {line}" for line in lines[:1])
             self.entries.add("unknown loop", step, head(step), iterated=code(step.iter), made=made)
-        outer = [loop for loop in rest[rest.index(step) + 1 :] if self._passes(loop)]
+        outer = [loop for loop in rest[rest.index(step) + 1 :] if passes_of(loop)]
         for loop in outer[:1]:
             epoch = code(loop.target) if isinstance(loop, ast.For) else "epoch"
-            start, end = self._range_of(loop)
+            start, end = range_of(loop)
             is_shifted = start.isdigit()  # else, it is where the old job resumed
-            texts = {"epoch": epoch, "epochs": self._passes(loop), "end": self._passes(loop)}
+            texts = {"epoch": epoch, "epochs": passes_of(loop), "end": passes_of(loop)}
             texts |= {"shift": f" + {start}", "end": code(end)} if is_shifted else {"shift": ""}
             self.entries.add("epochs", loop, head(loop), **texts)
         return step
-
-    def _range_of(self, loop: Loop) -> tuple[str, ast.expr | None]:
-        """Return the start of a loop over a range, "" if it is 0, and the end, None of others."""
-        call = loop.iter if isinstance(loop, ast.For) else None
-        for node in (call, *getattr(call, "args", [])[:1]):  # of tqdm
-            match node:
-                case ast.Call(args=[*starts, end] | [*starts, end, _]) if len(
-                    starts
-                ) < 2 and self._names.visit(node).endswith("range()"):
-                    return "".join(map(code, starts)).removeprefix("0"), end
-        return "", None
-
-    def _passes(self, loop: Loop) -> str:
-        """Return the number of passes of a loop over a range, `...` of `while`, "" of others."""
-        start, end = self._range_of(loop)
-        match end:
-            case None:
-                return "..." if isinstance(loop, ast.While) else ""
-            case ast.BinOp(left=left, op=ast.Add(), right=right) if start in {
-                code(left),
-                code(right),
-            }:
-                return code(right if code(left) == start else left)
-        # a start that is no number is where the old job resumed
-        return f"{code(end)} - {start}" if start.isdigit() else code(end)
 
     def _loaders(self, nodes: Iterable[ast.AST]) -> list[ast.expr]:
         """Return what made the loaders that nodes are."""
@@ -336,8 +300,8 @@ class Scan:
                 continue
             owner, buffer = owners[0], code(call.args[0])[1:-1]
             methods = [node for node in ast.walk(owner) if isinstance(node, Function)]
-            inner = nodes_of(method for method in methods if "init" not in method.name)
-            if any(changes(node, f"self.{buffer}") for node in inner):
+            texts = [code(method) for method in methods if "init" not in method.name]
+            if any(re.search(CHANGED.format(re.escape(buffer)), text) for text in texts):
                 variables = (
                     text
                     for text, values in names.assigned.items()
