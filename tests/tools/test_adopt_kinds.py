@@ -291,7 +291,10 @@ INNOCENT = {
         summed("total = 0\n        for part in parts: total += part.item()"),
         "total += part",
     ),
-    "a library": ("from timm.utils import accuracy\nimport scipy.data\n", "scipy"),
+    "a library": (
+        "from timm.utils import accuracy\nimport networkx, scipy.data\n",
+        ("scipy", "networkx"),
+    ),
     "a rank of a matrix": (f"{MODEL}rate = 0.1 * args.rank * args.world_size\n", "0.1"),
     "options of a loader": (
         factory("loader_options = dict(batch_size=8)\nloader = DataLoader(data, **loader_options)"),
@@ -329,6 +332,28 @@ def test_what_the_trainer_refuses_has_an_entry(planned):
     names = [name for name in ast.literal_eval(refused) if "." not in name]
     entries = planned(trainer(", ".join(f"{name}=1" for name in names)))
     assert {f"{name}=1" for name in names} - {entry.name for entry in entries} == set()
+
+
+@pytest.mark.parametrize(
+    ("uses", "files"),
+    [
+        ("from models import make\nmake()\n", {"net.py"}),
+        ("import models\nmodels.make()\n", {"net.py"}),
+        ("import models\nmodels.Other()\n", {"net.py", "other.py"}),
+        ("from models.other import Other\n", {"other.py"}),
+        ("import models, late\n", {"net.py", "other.py"}),
+    ],
+)
+def test_of_a_package_only_what_is_read_is_followed(planned, uses, files):
+    models = Path("models")
+    models.mkdir()
+    start = "from .net import build\nfrom .other import Other\ndef make():\n    return build()\n"
+    (models / "__init__.py").write_text(start)
+    for name in ("net.py", "other.py"):
+        (models / name).write_text("import torch\ntorch.cuda.set_device(0)\n")
+    Path("late.py").write_text("import models\nmodels.Other()\n")
+    entries = planned(f"{MODEL}{uses}")
+    assert {Path(entry.file).name for entry in entries} - {"train.py"} == files
 
 
 def test_buffers_outside_of_classes_are_no_error(planned):

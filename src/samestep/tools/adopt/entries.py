@@ -52,10 +52,6 @@ class Entries:
         """Return the node of a rule's first entry, None if there is none."""
         return next((node for rule, node in self._seen if rule == name), None)
 
-    def has_rule(self, *names: str) -> bool:
-        """Return whether there is an entry of one of some rules."""
-        return any(self.node_of(name) for name in names)
-
     def name_of(self, name: str) -> str:
         """Return what `run`, `batch` or `ss` is called beside the names of the script."""
         return OTHER_NAMES[name] if name in self._clashes else name

@@ -56,10 +56,7 @@ class Places:
     def _name(self, node: ast.AST) -> str:
         """Return what the patterns of rules call a node: in the test of a branch, by its role."""
         role = self._ranks.role_in_test(node)
-        test = self._place("test", node) if role else None
-        if test in self._ranks.branches and role == "<distributed>":
-            return ""  # the rank decides
-        return role if test else self._names.visit(node)
+        return role if role and self._place("test", node) else self._names.visit(node)
 
     def _is_inside(self, rule: Rule, place: ast.AST) -> bool:
         """Return whether a place is part of an expression that has an entry of the rule."""
@@ -89,6 +86,7 @@ class Places:
             "top": not functions and not loops,
             "tracked": where == "tracked" and not loops and self._is_tracked(node),
             "model": "forward" in functions or any(map(self._is_module, around)),
+            "evaluated": is_evaluated,
             "train": not is_evaluated,
             "iterated": any(node in ast.walk(part) for part in over),
             "trained": where == "trained" and self._is_trained(node),

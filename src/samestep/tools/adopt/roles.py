@@ -241,8 +241,7 @@ class Names(ast.NodeVisitor):
         return next((text for text, is_so in says.items() if is_so), "")
 
     def visit_keyword(self, node: ast.keyword) -> str:
-        roles_of_value = [f"<{value.role}>" for value in self.values(node.value)]
-        value = next(iter(roles_of_value), "x")
+        value = next((f"<{value.role}>" for value in self.values(node.value)), "x")
         if isinstance(node.value, ast.Constant):
             value = str(node.value.value)
         return f"{self.visit(self.parents[node]).rpartition('(')[0]}({node.arg}={value})"

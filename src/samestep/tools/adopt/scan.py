@@ -76,7 +76,7 @@ class Scan:
         self._add_start()
         self._add_state()
         Places(self._names, self.entries, self._lanes).add_all()
-        if not self.entries.has_rule("backward", "lightning", "trainer"):
+        if not any(map(self.entries.node_of, ("backward", "lightning", "trainer"))):
             self.entries.add("no loop", self._script.tree, "backward")
 
     def _add_unread(self, sources: Sequence[Source], missing: Mapping[Path, str]) -> None:

@@ -66,15 +66,17 @@ def read_sources(script: Path) -> tuple[list[Source], dict[Path, str]]:
         try:
             if path not in sources and len(sources) == MOST_FILES:
                 raise ConfigError(MANY)  # noqa: TRY301  like those of `read`
-            source = sources[path] = sources.get(path) or read(path, script.parent)
+            sources[path] = sources.get(path) or read(path, script.parent)
         except ConfigError as error:
             missing[path] = str(error)
             continue
         read_names = {"*"}.union(*(each.reads for each in sources.values()))
-        for bound in source.imports:
-            is_read = path.name != INIT or bound.name in read_names
-            if bound.file and is_read and bound.file not in todo:
-                todo.append(bound.file)
+        for source in sources.values():  # also of earlier packages, for names that only this reads
+            is_package = source.path.name == INIT
+            for bound in source.imports:
+                is_read = not is_package or bound.name in read_names
+                if bound.file and is_read and bound.file not in todo:
+                    todo.append(bound.file)
     if not sources[script].tree.body:
         raise ConfigError(f"{script} is empty; expected a training script")
     imports = (bound for source in sources.values() for bound in source.imports)
