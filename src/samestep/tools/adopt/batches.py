@@ -139,8 +139,9 @@ def _undivided(number: ast.expr, names: Names) -> tuple[ast.expr, str]:
     The role is that of all workers, "world", or of those of one host, "devices"; "" without one.
     """
     for value in names.expressions(number):
-        is_rounded = isinstance(value, ast.Call) and value.args and names.is_for(value, "rounds")
-        inner = value.args[0] if is_rounded else value
+        inner = value
+        if isinstance(value, ast.Call) and value.args and names.is_for(value, "rounds"):
+            inner = value.args[0]
         if isinstance(inner, ast.BinOp) and names.visit(inner) in DIVIDED:
             return inner.left, DIVIDED[names.visit(inner)]
     for node in names.nodes:

@@ -100,10 +100,10 @@ class Places:
         tests = [out for out, inner in pairs if isinstance(out, Branch) and out.test is inner]
         if where == "output" and tests and self._ranks.matters(tests[0]):
             return None
+        compares = [outer for outer in around if isinstance(outer, ast.Compare)]
+        compared = [outer for outer in compares if isinstance(outer.ops[0], ORDERED)]
         if where == "compared":
-            compares = [outer for outer in around if isinstance(outer, ast.Compare)]
-            compared = [outer for outer in compares if isinstance(outer.ops[0], ORDERED)]
-            tests = [*tests, *compared] if compared else []
+            return next(iter([*tests, *compared]), None) if compared else None
         return next(iter(tests), None)
 
     def _is_carried(self, node: ast.AST) -> bool:
@@ -174,8 +174,8 @@ class Places:
             (left, right), is_right = (parent.left, parent.comparators[0]), node is not parent.left
             is_score = isinstance(parent.ops[0], ast.Gt | ast.GtE) == is_right
             texts["score"] = f"{'' if is_score else '-'}{factor(code(left if is_right else right))}"
-        for value in self._names.values(node)[:1]:
-            texts["seed"] = self._seed(code(node), self._names.visit(value.made))
+        for known in self._names.values(node)[:1]:
+            texts["seed"] = self._seed(code(node), self._names.visit(known.made))
         return texts
 
     def _seed(self, name: str, made: str) -> str:

@@ -74,9 +74,11 @@ class Names(ast.NodeVisitor):
         self._values: dict[tuple[ast.AST, str], list[Value]] = {}
         self._bindings: dict[tuple[ast.AST, str], ast.AST] = {}  # the first, by scope and name
         self._visited: dict[ast.AST, str] = {}
-        self._means = {file.tree: {i.name: i.means for i in file.imports} for file in sources}
-        self._local = {file.tree: {i.name for i in file.imports if i.file} for file in sources}
+        self._means: dict[ast.AST, dict[str, str]] = {}  # of imported names, by module
+        self._local: dict[ast.AST, set[str]] = {}  # names that are imported from the folder
         for source in sources:
+            self._means[source.tree] = {each.name: each.means for each in source.imports}
+            self._local[source.tree] = {each.name for each in source.imports if each.file}
             self._read(source.tree)
         used = [text for text in self.reads if text.startswith("torch.")]
         used += [means for names in self._means.values() for means in names.values()]
@@ -103,8 +105,9 @@ class Names(ast.NodeVisitor):
             if not is_stored(node) and (text := dotted(node)):
                 self.reads.setdefault(text, []).append(node)
             if isinstance(node, Function):
-                is_init = name == "__init__" and isinstance(owner, ast.ClassDef)
-                self._functions.setdefault(owner.name if is_init else name, []).append(node)
+                if name == "__init__" and isinstance(owner, ast.ClassDef):
+                    name = owner.name
+                self._functions.setdefault(name, []).append(node)
 
     def _reached(self, sources: Sequence[Source]) -> Iterator[ast.AST]:
         """Yield all nodes but those of functions and classes of other files that nothing names."""

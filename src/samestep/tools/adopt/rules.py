@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 Kind = Literal["goes", "changes", "breaks", "unseen"]
 KINDS: Final[tuple[Kind, ...]] = ("changes", "breaks", "goes", "unseen")
@@ -42,7 +42,7 @@ def rules() -> dict[str, Rule]:
             where, examples, write, say, link = cells
             lines = write.strip("`").replace("<br>", "\n")
             patterns = tuple(CODE.findall(examples))
-            table[name] = Rule(section, name, cast("Kind", kind), where, patterns, lines, say, link)
+            table[name] = Rule(section, name, kind, where, patterns, lines, say, link)
     return table
 
 

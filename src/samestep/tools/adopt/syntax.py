@@ -61,8 +61,10 @@ def shown(node: ast.AST) -> str:
 
 def key_of(node: ast.AST) -> str:
     """Return the text by which a subscript takes an entry, "" of another one."""
-    key = node.slice.value if isinstance(getattr(node, "slice", None), ast.Constant) else ""
-    return key if isinstance(key, str) else ""
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=str() as key)):
+            return key
+    return ""
 
 
 def bound_name(node: ast.AST) -> str:
