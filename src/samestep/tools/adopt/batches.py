@@ -39,12 +39,12 @@ class Loader:
     is_known: bool  # a DataLoader of torch
     dataset: ast.expr | None
     size: ast.expr | None
-    given: dict[str | None, ast.expr]
+    by_name: dict[str | None, ast.expr]
     has_fixed_order: bool
 
     def options(self, *, is_training: bool) -> str:
         """Return the options that stay, as `run.batches` or `run.evaluate` has them."""
-        texts = {key: code(self.given[key]) for key in OPTIONS if key in self.given}
+        texts = {key: code(self.by_name[key]) for key in OPTIONS if key in self.by_name}
         kept = {OPTIONS[key]: text for key, text in texts.items() if text != "False"}
         if not is_training:
             kept.pop("drop_last", None)
@@ -59,36 +59,36 @@ def arguments(
     """Return the arguments of a call by name, with those of `**options` that the script shows."""
     if not isinstance(call, ast.Call):
         return {}
-    given: dict[str | None, ast.expr] = dict(zip(parameters, call.args, strict=False))
+    by_name: dict[str | None, ast.expr] = dict(zip(parameters, call.args, strict=False))
     for keyword in call.keywords:
-        given[keyword.arg] = keyword.value
+        by_name[keyword.arg] = keyword.value
         for value in names.expressions(keyword.value) if keyword.arg is None else ():
             if isinstance(value, ast.Dict):
                 pairs = zip(map(code, value.keys), value.values, strict=True)
-                given |= {key.strip("'"): option for key, option in pairs}
+                by_name |= {key.strip("'"): option for key, option in pairs}
             elif names.visit(value) == "dict()":
-                given |= arguments(value, (), names)
-    return given
+                by_name |= arguments(value, (), names)
+    return by_name
 
 
 def loader_of(call: ast.expr, names: Names) -> Loader:
     """Return what a call shows of the loader that it makes."""
     is_known = names.visit(call).endswith("DataLoader()")
-    given = arguments(call, LOADER if is_known else (), names)
-    for sampler in names.expressions(given.get("batch_sampler")):
+    by_name = arguments(call, LOADER if is_known else (), names)
+    for sampler in names.expressions(by_name.get("batch_sampler")):
         of_sampler = arguments(sampler, BATCH_SAMPLER, names)
-        given |= {key: of_sampler[key] for key in BATCH_SAMPLER[1:] if key in of_sampler}
-    default = None if not is_known or {"batch_sampler", None} & given.keys() else ast.Constant(1)
-    size = given.get("batch_size", default)
+        by_name |= {key: of_sampler[key] for key in BATCH_SAMPLER[1:] if key in of_sampler}
+    default = None if not is_known or {"batch_sampler", None} & by_name.keys() else ast.Constant(1)
+    size = by_name.get("batch_size", default)
     sets = [part for part in getattr(call, "args", ()) if DATASET.fullmatch(dotted(part))]
-    orders = " ".join(map(code, names.expressions(given.get("sampler"))))
-    is_unshuffled = code(given.get("shuffle")) == "False"
+    orders = " ".join(map(code, names.expressions(by_name.get("sampler"))))
+    is_unshuffled = code(by_name.get("shuffle")) == "False"
     return Loader(
         is_known,
-        given.get("dataset", next(iter(sets), None)),
+        by_name.get("dataset", next(iter(sets), None)),
         None if isinstance(size, ast.Constant) and size.value is None else size,
-        given,
-        "shuffle=False" in orders if orders else is_unshuffled or not ORDERS & given.keys(),
+        by_name,
+        "shuffle=False" in orders if orders else is_unshuffled or not ORDERS & by_name.keys(),
     )
 
 

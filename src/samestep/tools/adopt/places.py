@@ -174,8 +174,8 @@ class Places:
             (left, right), is_right = (parent.left, parent.comparators[0]), node is not parent.left
             is_score = isinstance(parent.ops[0], ast.Gt | ast.GtE) == is_right
             texts["score"] = f"{'' if is_score else '-'}{factor(code(left if is_right else right))}"
-        for known in self._names.values(node)[:1]:
-            texts["seed"] = self._seed(code(node), self._names.visit(known.made))
+        for generator in self._names.values(node)[:1]:
+            texts["seed"] = self._seed(code(node), self._names.visit(generator.made))
         return texts
 
     def _seed(self, name: str, made: str) -> str:

@@ -84,13 +84,13 @@ class Names(ast.NodeVisitor):
         used += [means for names in self._means.values() for means in names.values()]
         self.has_workers = any(map(calls("of workers").fullmatch, used))
         self.nodes = [*self._reached(sources)]
-        known = -1
+        number = -1  # of values
         for _ in range(PASSES):  # until roles have reached all names
             for node in self.nodes:
                 self._learn(node)
             self._visited.clear()
-            known, before = sum(map(len, self._values.values())), known
-            if known == before:
+            number, before = sum(map(len, self._values.values())), number
+            if number == before:
                 break
 
     def _read(self, tree: ast.Module) -> None:
@@ -342,8 +342,8 @@ class Names(ast.NodeVisitor):
 
     def _lookup(self, node: ast.AST) -> list[Value]:
         text = dotted(node)
-        known = (self._values.get((scope, text)) for scope in self.scopes(node)) if text else ()
-        return next(filter(None, known), [])
+        scopes = self.scopes(node) if text else ()
+        return next(filter(None, (self._values.get((scope, text)) for scope in scopes)), [])
 
     def _learn(self, node: ast.AST) -> None:
         """Note what a statement or a call says about names."""
@@ -367,9 +367,11 @@ class Names(ast.NodeVisitor):
                 parameters = [
                     each.arg for each in (*function.args.posonlyargs, *function.args.args)
                 ]
-                given = dict(zip(parameters[parameters[:1] == ["self"] :], node.args, strict=False))
-                given |= {each.arg: each.value for each in node.keywords if each.arg}
-                for name, value in given.items():
+                passed = dict(
+                    zip(parameters[parameters[:1] == ["self"] :], node.args, strict=False)
+                )
+                passed |= {each.arg: each.value for each in node.keywords if each.arg}
+                for name, value in passed.items():
                     self._add(function.body[0], name, self.values(value))
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
