@@ -14,11 +14,13 @@ PAGE = ROOT / "docs/moving.md"
 MARK = re.compile(r"(<!-- rules: ([^\n]+) -->\n).*?(?=\n<!-- end of rules -->)", re.DOTALL)
 # what a page has in place of names of a script
 NAMES = {
+    "all": "those on the left",
     "args": "...",
     "assigned": "best_loss",
     "batch": "GLOBAL",
     "body": "main(run)",
     "calls": "one of these batches, or several",
+    "changed": "losses",
     "clashes": "",
     "dataset": "train_set",
     "end": "10",
@@ -27,6 +29,7 @@ NAMES = {
     "loader": "loop = ",
     "loop": "loop",
     "loss": "loss",
+    "made": "",
     "max_norm": "1.0",
     "inside": "the lines to the last backward",
     "model": "model",
@@ -40,6 +43,7 @@ NAMES = {
     "shift": "",
     "stem": "one",
     "target": "images, labels",
+    "value": "loss",
 }
 PREFIX = re.compile(
     r"^(torch\.(distributed|nn|utils|optim|multiprocessing|amp|cuda\.amp)\.([\w*]+\.)*"

@@ -1,73 +1,95 @@
-"""What a DataLoader of a script becomes: the global batch size, and options of `run.batches`."""
+"""What a loader of a script becomes: its data set, the global batch size, and options that stay."""
 
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import dataclass
 from typing import Final
 
-from samestep.tools.adopt.roles import Names, code, dotted
-from samestep.tools.adopt.rules import calls
+from samestep.tools.adopt.roles import Names
+from samestep.tools.adopt.syntax import code, dotted
 
+# of which the parameters may be passed by position
+LOADER: Final = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler")
+BATCH_SAMPLER: Final = ("sampler", "batch_size", "drop_last")
 OPTIONS: Final = {
     "collate_fn": "collate_fn",
     "drop_last": "drop_last",
     "num_workers": "loader_workers",
 }
 ORDERS: Final = {"sampler", "batch_sampler", "shuffle", None}  # None: `**options`
+DATASET: Final = re.compile(r".*set(_(tr|val|test|eval)\w*)?")  # names of data sets
 ACCUMULATION: Final = {"gradient_accumulation_steps", "accumulate_grad_batches"}
-DIVIDED: Final = ("/ <{}>", "// <{}>", "/= <{}>", "//= <{}>")  # by the workers, or those of a host
+DIVIDED: Final = {
+    f"{sign} <{role}>": role for role in ("world", "devices") for sign in ("/", "//", "/=", "//=")
+}  # by the workers, or those of a host
 NOTES: Final = {
+    "": "",
     "WORKERS": "; WORKERS is the number of processes that started your old job, as a constant",
     "HOSTS": "; HOSTS is the number of hosts of your old job, as a constant: this script divides"
     " its batch size by the devices of one host",
 }
 
 
-def keywords_of(call: ast.expr, names: Names) -> dict[str | None, ast.expr]:
-    """Return the keywords of a call, with those of `**options` if the script shows them."""
-    keywords: dict[str | None, ast.expr] = {}
-    for keyword in call.keywords if isinstance(call, ast.Call) else ():
-        keywords[keyword.arg] = keyword.value
-        for value in names.assigned.get(dotted(keyword.value), []) if keyword.arg is None else ():
+@dataclass(frozen=True)
+class Loader:
+    """What a call that makes a loader shows of it; None is what it does not show."""
+
+    is_known: bool  # a DataLoader of torch
+    dataset: ast.expr | None
+    size: ast.expr | None
+    by_name: dict[str | None, ast.expr]
+    has_fixed_order: bool
+
+    def options(self, *, is_training: bool) -> str:
+        """Return the options that stay, as `run.batches` or `run.evaluate` has them."""
+        texts = {key: code(self.by_name[key]) for key in OPTIONS if key in self.by_name}
+        kept = {OPTIONS[key]: text for key, text in texts.items() if text != "False"}
+        if not is_training:
+            kept.pop("drop_last", None)
+        elif self.has_fixed_order:
+            kept["shuffle"] = "False"
+        return "".join(f", {key}={text}" for key, text in kept.items())
+
+
+def arguments(
+    call: ast.expr, parameters: tuple[str, ...], names: Names
+) -> dict[str | None, ast.expr]:
+    """Return the arguments of a call by name, with those of `**options` that the script shows."""
+    if not isinstance(call, ast.Call):
+        return {}
+    by_name: dict[str | None, ast.expr] = dict(zip(parameters, call.args, strict=False))
+    for keyword in call.keywords:
+        by_name[keyword.arg] = keyword.value
+        for value in names.expressions(keyword.value) if keyword.arg is None else ():
             if isinstance(value, ast.Dict):
                 pairs = zip(map(code, value.keys), value.values, strict=True)
-                keywords |= {key.strip("'"): option for key, option in pairs}
-    return keywords
+                by_name |= {key.strip("'"): option for key, option in pairs}
+            elif names.visit(value) == "dict()":
+                by_name |= arguments(value, (), names)
+    return by_name
 
 
-def arguments_of(loader: ast.expr, names: Names) -> tuple[ast.expr | None, ast.expr | None]:
-    """Return the data set and the batch size of a call of DataLoader, None if unknown."""
-    keywords = keywords_of(loader, names)
-    positional = [*getattr(loader, "args", []), None, None]
-    size = keywords.get("batch_size", positional[1])
-    sampler = keywords.get("batch_sampler")
-    for call in [*names.assigned.get(dotted(sampler), []), sampler]:
-        if isinstance(call, ast.Call):
-            second = call.args[1] if len(call.args) > 1 else size
-            size = keywords_of(call, names).get("batch_size", second)
-    if size is None and not {"batch_sampler", None} & keywords.keys():
-        size = ast.Constant(1)  # torch's default
-    is_none = isinstance(size, ast.Constant) and size.value is None
-    return keywords.get("dataset", positional[0]), None if is_none else size
-
-
-def options_of(loader: ast.expr, names: Names, *, is_training: bool) -> str:
-    """Return the options of a DataLoader that stay, as `run.batches` or `run.evaluate` has them."""
-    keywords = keywords_of(loader, names)
-    batch_sampler = keywords.get("batch_sampler")
-    for call in [*names.assigned.get(dotted(batch_sampler), []), batch_sampler]:
-        if call and (drop_last := keywords_of(call, names).get("drop_last")):
-            keywords["drop_last"] = drop_last
-    texts = {key: code(value) for key, value in keywords.items()}
-    kept = {OPTIONS[key]: texts[key] for key in OPTIONS if texts.get(key, "False") != "False"}
-    sampler = keywords.get("sampler")
-    made = [code(value) for value in [*names.assigned.get(dotted(sampler), []), sampler]]
-    is_fixed = "shuffle=False" in " ".join(made) if sampler else texts.get("shuffle") == "False"
-    if not is_training:
-        kept.pop("drop_last", None)
-    elif is_fixed or not ORDERS & keywords.keys():
-        kept["shuffle"] = "False"
-    return "".join(f", {key}={text}" for key, text in kept.items())
+def loader_of(call: ast.expr, names: Names) -> Loader:
+    """Return what a call shows of the loader that it makes."""
+    is_known = names.visit(call).endswith("DataLoader()")
+    by_name = arguments(call, LOADER if is_known else (), names)
+    for sampler in names.expressions(by_name.get("batch_sampler")):
+        of_sampler = arguments(sampler, BATCH_SAMPLER, names)
+        by_name |= {key: of_sampler[key] for key in BATCH_SAMPLER[1:] if key in of_sampler}
+    default = None if not is_known or {"batch_sampler", None} & by_name.keys() else ast.Constant(1)
+    size = by_name.get("batch_size", default)
+    sets = [part for part in getattr(call, "args", ()) if DATASET.fullmatch(dotted(part))]
+    orders = " ".join(map(code, names.expressions(by_name.get("sampler"))))
+    is_unshuffled = code(by_name.get("shuffle")) == "False"
+    return Loader(
+        is_known,
+        by_name.get("dataset", next(iter(sets), None)),
+        None if isinstance(size, ast.Constant) and size.value is None else size,
+        by_name,
+        "shuffle=False" in orders if orders else is_unshuffled or not ORDERS & by_name.keys(),
+    )
 
 
 def total(size: ast.expr, names: Names) -> tuple[str, str]:
@@ -79,26 +101,17 @@ def total(size: ast.expr, names: Names) -> tuple[str, str]:
     """
     base, divisor = _undivided(size, names)
     steps, divisor_of_steps = _accumulation(names)
-    text = factor(code(base)) if steps else code(base)
-    if (
-        isinstance(base, ast.BinOp)
-        and isinstance(base.op, ast.FloorDiv)
-        and code(base.right) == steps
-    ):
-        text = code(base.left)
-    elif steps:
-        text = f"{text} * {factor(steps)}"
+    match base:
+        case ast.BinOp(left=whole, op=ast.FloorDiv(), right=parts) if code(parts) == steps:
+            base, steps = whole, ""
     missing = _missing_factor({divisor, divisor_of_steps}, names)
-    if not missing:
-        return text, ""
-    return f"{text if steps else factor(text)} * {missing}", NOTES[missing]
+    return _product(code(base), steps, missing), NOTES[missing]
 
 
 def per_step(names: Names) -> str:
     """Return how many batches of its own code a script trains on in one step, as text."""
     steps, divisor = _accumulation(names)
-    factors = [factor(steps), _missing_factor({divisor}, names)]
-    number = " * ".join(filter(None, factors)) if steps else factors[1]
+    number = _product(steps, _missing_factor({divisor}, names))
     return f"{number} of these batches" if number else "one of these batches"
 
 
@@ -115,21 +128,25 @@ def factor(text: str) -> str:
     return text if is_simple or not text else f"({text})"
 
 
+def _product(*texts: str) -> str:
+    factors = [text for text in texts if text]
+    return " * ".join(map(factor, factors)) if factors[1:] else "".join(factors)
+
+
 def _undivided(number: ast.expr, names: Names) -> tuple[ast.expr, str]:
     """Return a number before the script divides it by its workers, and the role of the divisor.
 
     The role is that of all workers, "world", or of those of one host, "devices"; "" without one.
     """
-    divided = {form.format(role): role for role in ("world", "devices") for form in DIVIDED}
-    for value in [number, *names.assigned.get(dotted(number), [])]:
+    for value in names.expressions(number):
         inner = value
-        if isinstance(value, ast.Call) and calls("rounds").fullmatch(names.visit(value)):
+        if isinstance(value, ast.Call) and value.args and names.is_for(value, "rounds"):
             inner = value.args[0]
-        if isinstance(inner, ast.BinOp) and names.visit(inner) in divided:
-            return inner.left, divided[names.visit(inner)]
+        if isinstance(inner, ast.BinOp) and names.visit(inner) in DIVIDED:
+            return inner.left, DIVIDED[names.visit(inner)]
     for node in names.nodes:
         is_changed = isinstance(node, ast.AugAssign) and code(node.target) == code(number)
-        if is_changed and (role := divided.get(names.visit(node))):
+        if is_changed and (role := DIVIDED.get(names.visit(node))):
             return number, role
     return number, ""
 
@@ -137,13 +154,16 @@ def _undivided(number: ast.expr, names: Names) -> tuple[ast.expr, str]:
 def _accumulation(names: Names) -> tuple[str, str]:
     """Return the number of micro-batches of an update, and the role of what divides it."""
     for node in names.nodes:
-        if isinstance(node, ast.keyword) and node.arg in ACCUMULATION:
-            return code(node.value), ""
-        factors = [node.right] if isinstance(node, ast.BinOp) else []
-        factors += [node.value] if isinstance(node, ast.AugAssign) else []
-        if isinstance(node, ast.Call) and names.visit(node) == "range()":
-            factors += node.args
-        for number in factors:
+        match node:
+            case ast.keyword(arg=name, value=value) if name in ACCUMULATION:
+                return code(value), ""
+            case ast.BinOp(right=value) | ast.AugAssign(value=value):
+                numbers = [value]
+            case ast.Call(args=numbers) if names.visit(node) == "range()":
+                pass
+            case _:
+                continue
+        for number in numbers:
             if names.role(number) == "accumulation":
                 divided, role = _undivided(number, names)
                 return code(divided), role

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from samestep.tools.adopt.roles import Loop, Names, bound_name, code
+from samestep.tools.adopt.roles import Names
 from samestep.tools.adopt.rules import rules
+from samestep.tools.adopt.syntax import Loop, bound_name
 
 NAME_WIDTH: Final = 60  # characters of code in an entry
 # names of the replacement, and others for scripts that have variables with these
@@ -30,27 +31,13 @@ class Entry:
     link: str  # a page of docs/, with its section
 
 
-def bare(node: ast.AST | None) -> str:
-    """Return the source of a node without parentheses around it."""
-    return re.sub(r"^\((.*)\)$", r"\1", code(node))
-
-
-def head(node: ast.AST) -> str:
-    """Return the first line of a statement, or an expression."""
-    if isinstance(node, ast.For):
-        return f"for {bare(node.target)} in {code(node.iter)}:"
-    if isinstance(node, ast.If | ast.While):
-        return f"{type(node).__name__.lower()} {code(node.test)}:"
-    return f"class {node.name}:" if isinstance(node, ast.ClassDef) else code(node)
-
-
 class Entries:
     """The entries of a plan in `all`, of which `texts` are what rules have in braces."""
 
     def __init__(self, names: Names, texts: Mapping[str, str], loops: list[Loop]) -> None:
         self.all: list[Entry] = []
         self._names, self._texts = names, texts
-        self._seen: set[tuple[str, ast.AST]] = set()
+        self._seen: dict[tuple[str, ast.AST], None] = {}  # in their order
         clashes = {name: names.bindings(name) for name in ("run", "ss")}
         # other functions may well have a `batch`
         inside = (node for loop in loops for node in ast.walk(loop))
@@ -61,9 +48,9 @@ class Entries:
         """Return whether there is an entry of a rule for a node."""
         return (name, node) in self._seen
 
-    def has_rule(self, *names: str) -> bool:
-        """Return whether there is an entry of one of some rules."""
-        return not {name for name, _ in self._seen}.isdisjoint(names)
+    def node_of(self, name: str) -> ast.AST | None:
+        """Return the node of a rule's first entry, None if there is none."""
+        return next((node for rule, node in self._seen if rule == name), None)
 
     def name_of(self, name: str) -> str:
         """Return what `run`, `batch` or `ss` is called beside the names of the script."""
@@ -73,7 +60,7 @@ class Entries:
         """Add an entry for a node, once for each rule. `more` says how many places are like it."""
         if self.has(name, node):
             return
-        self._seen.add((name, node))
+        self._seen[name, node] = None
         rule = rules()[name]
         values = defaultdict(lambda: "...", self._texts, name=text)
         values.update(texts, clashes="".join(self._notes()))
@@ -94,6 +81,6 @@ class Entries:
     def _renamed(self, text: str) -> str:
         """Return what a rule says, with other names for those that the script has."""
         for name in self._clashes:
-            pattern = rf"(?<![{{\w.]){name}(?=[.:),`\n]|$| in )"
+            pattern = rf"(?<![{{\w.])(?<!samestep ){name}(?=[.:),`\n]|$| in )"
             text = re.sub(pattern, self.name_of(name), text)
         return text

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
 from samestep.tools.adopt.rules import calls, roles
 from samestep.tools.adopt.source import Source
+from samestep.tools.adopt.syntax import (
+    Function,
+    Loop,
+    bound_name,
+    code,
+    dotted,
+    flags_of,
+    is_stored,
+    key_of,
+    nodes_of,
+    place_of,
+    returned,
+)
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Loop = ast.For | ast.AsyncFor | ast.While
-LEARNED: Final = ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.withitem | ast.Call
-PASSES: Final = 5  # over all statements, until roles have reached all names
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+PASSES: Final = 6  # over all statements
+DEEPEST: Final = 5  # parts of parts of an expression that are looked at
 MOST_VALUES: Final = 8  # of a name, such as of a parameter
 # their names mean workers only if the script has some: a rank may be that of a matrix
 OF_WORKERS: Final = ("world", "devices", "rank", "distributed")
@@ -24,8 +35,12 @@ NUMBERS: Final = {"<world>", "<devices>"}
 SIGNS: Final[dict[type[ast.operator], str]] = {ast.Add: "+", ast.Mult: "times", ast.Div: "/"}
 SIGNS.update({ast.FloorDiv: "//", ast.Mod: "%"})
 DEVICE: Final = re.compile("device|cuda|gpu|rank")
-ARGUMENTS: Final = ("module", "score", "device", "weight", "<loader>", "set()")  # in names of calls
+DEPTH: Final = 4  # calls that are followed from a function to the loops around it
 SCORE: Final = re.compile(r"\.item\(\)|\bloss|\bacc(uracy)?\d?\b|\.size\(")
+LOSS: Final = re.compile("loss|item|sum|mean")
+SAMPLES: Final = re.compile(
+    r"\.size\(0\)|\.size\(\)\[0\]|\.shape\[0\]|^len\(|batch_size|^bs$|samples"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,51 +51,14 @@ class Value:
     made: ast.expr
 
 
-def dotted(node: ast.AST | None) -> str:
-    """Return `a.b.c` of a name or of an attribute of one, "" of another expression."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
-
-
-def code(node: ast.AST | None) -> str:
-    """Return the source of a node on one line, "..." without one."""
-    return re.sub(r"\s+", " ", ast.unparse(node)) if node else "..."
-
-
-def is_stored(node: ast.AST) -> bool:
-    """Return whether a node is a name or an attribute that a statement assigns."""
-    return isinstance(getattr(node, "ctx", None), ast.Store)
-
-
-def bound_name(node: ast.AST) -> str:
-    """Return the name that a node binds, "" if it binds none."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-            return name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return name
-        case ast.alias(name=name, asname=other):
-            return (other or name).partition(".")[0]
-    return ""
-
-
-def nodes_of(statements: Iterable[ast.AST]) -> list[ast.AST]:
-    """Return all nodes of statements."""
-    return [node for statement in statements for node in ast.walk(statement)]
-
-
-@cache
-def returned(function: Function) -> list[ast.expr]:
-    """Return what a function returns."""
-    returns = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-    return [value for value in returns if value is not None]
+def named(text: str, *, of_call: bool = False) -> list[str]:
+    """Return the roles that a name says, in any case or if a call made its value."""
+    last, column = text.rpartition(".")[2], 1 if of_call else 2
+    return [role for role, names in roles().items() if names[column].fullmatch(last)]
 
 
 class Names(ast.NodeVisitor):
-    """The names of all files of a script, found by repeated passes over their statements.
+    """The names of all files of a script, found by passes over their statements.
 
     `visit` returns what the patterns of rules.md call a node, such as the full name of a call.
     """
@@ -94,38 +72,36 @@ class Names(ast.NodeVisitor):
         self.reads: dict[str, list[ast.AST]] = {}  # of a name or an attribute, in any scope
         self._functions: dict[str, list[Function]] = {}
         self._values: dict[tuple[ast.AST, str], list[Value]] = {}
-        self._scopes: dict[ast.AST, ast.AST] = {}  # the function or module around a node
         self._bindings: dict[tuple[ast.AST, str], ast.AST] = {}  # the first, by scope and name
         self._visited: dict[ast.AST, str] = {}
-        self._means = {file.tree: {i.name: i.means for i in file.imports} for file in sources}
-        self._local = {file.tree: {i.name for i in file.imports if i.file} for file in sources}
-        imported = [means for names in self._means.values() for means in names.values()]
-        self.has_workers = any(map(calls("of workers").fullmatch, imported))
+        self._means: dict[ast.AST, dict[str, str]] = {}  # of imported names, by module
+        self._local: dict[ast.AST, set[str]] = {}  # names that are imported from the folder
         for source in sources:
+            self._means[source.tree] = {each.name: each.means for each in source.imports}
+            self._local[source.tree] = {each.name for each in source.imports if each.file}
             self._read(source.tree)
+        used = [text for text in self.reads if text.startswith("torch.")]
+        used += [means for names in self._means.values() for means in names.values()]
+        self.has_workers = any(map(calls("of workers").fullmatch, used))
         self.nodes = [*self._reached(sources)]
-        statements = [node for node in self.nodes if isinstance(node, LEARNED)]
-        statements = [node for node in statements if not self._is_field(node)]
-        for _ in range(PASSES):
-            is_new = [self._learn(node) for node in statements]
+        number = -1  # of values
+        for _ in range(PASSES):  # until roles have reached all names
+            for node in self.nodes:
+                self._learn(node)
             self._visited.clear()
-            if not any(is_new):
+            number, before = sum(map(len, self._values.values())), number
+            if number == before:
                 break
 
     def _read(self, tree: ast.Module) -> None:
-        """Note the parent and the scope of each node, the functions, and where names are read."""
-        self._scopes[tree] = tree
-        todo: list[ast.AST] = [tree]
-        for node in todo:  # which grows
-            scope = node if isinstance(node, Function | ast.Lambda) else self._scopes[node]
+        """Note the parents of all nodes, the functions, and where names are bound and read."""
+        for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 if not isinstance(child, ast.expr_context | ast.operator):  # shared by all nodes
-                    self.parents[child], self._scopes[child] = node, scope
-                    todo.append(child)
-            owner = self.parents.get(node)
-            name = bound_name(node)
+                    self.parents[child] = node
+            owner, name = self.parents.get(node), bound_name(node)
             if name and not isinstance(owner, ast.ClassDef):
-                self._bindings.setdefault((self._scopes[node], name), node)
+                self._bindings.setdefault((next(self.scopes(node)), name), node)
             if not is_stored(node) and (text := dotted(node)):
                 self.reads.setdefault(text, []).append(node)
             if isinstance(node, Function):
@@ -133,19 +109,15 @@ class Names(ast.NodeVisitor):
                     name = owner.name
                 self._functions.setdefault(name, []).append(node)
 
-    def _is_field(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.AnnAssign) and isinstance(self.parents[node], ast.ClassDef)
-
     def _reached(self, sources: Sequence[Source]) -> Iterator[ast.AST]:
         """Yield all nodes but those of functions and classes of other files that nothing names."""
-        named = {text.rpartition(".")[2] for text in self.reads}
-        named |= {node.name for node in self.parents if isinstance(node, ast.alias) and node.asname}
+        read = {name for source in sources for name in source.reads}
         definitions = [node for source in sources[1:] for node in source.tree.body]
         unused = [
             node
             for node in definitions
             if isinstance(node, Function | ast.ClassDef)
-            and node.name not in named
+            and node.name not in read
             and not node.decorator_list  # which may keep it by its name
         ]
         inside = set() if any(map(self._is_by_name, self.parents)) else {*nodes_of(unused)}
@@ -164,22 +136,18 @@ class Names(ast.NodeVisitor):
         """Return the first node of each scope that binds a name."""
         return [node for (_, bound), node in self._bindings.items() if bound == name]
 
-    def scope(self, node: ast.AST) -> ast.AST:
-        """Return the function or the module around a node."""
-        return self._scopes[node]
+    def scopes(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the functions around a node, the innermost first, and its module."""
+        return (outer for outer in self.around(node) if isinstance(outer, Scope))
 
     def home(self, node: ast.AST, text: str) -> ast.AST:
         """Return the scope of a name: the function that binds it, or the module."""
-        scope = self.module(node) if "." in text else self._scopes[node]
-        while not isinstance(scope, ast.Module) and (scope, text) not in self._bindings:
-            scope = self._scopes[scope]
-        return scope
+        *functions, module = self.scopes(node)
+        return next((scope for scope in functions if (scope, text) in self._bindings), module)
 
-    def module(self, node: ast.AST) -> ast.Module:
+    def module(self, node: ast.AST) -> ast.AST:
         """Return the module of a node."""
-        while not isinstance(node, ast.Module):
-            node = self._scopes[node]
-        return node
+        return [node, *self.around(node)][-1]
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, the innermost first."""
@@ -187,19 +155,54 @@ class Names(ast.NodeVisitor):
             node = self.parents[node]
             yield node
 
+    def loops(self, node: ast.AST, depth: int = DEPTH) -> Iterator[Loop]:
+        """Yield the loops around a node, then those around the first call of its function."""
+        around = [*self.around(node)]
+        yield from (outer for outer in around if isinstance(outer, Loop))
+        functions = [outer for outer in around if isinstance(outer, Function)]
+        callers = self.callers.get(functions[-1], []) if functions else []
+        if callers and depth:
+            yield from self.loops(callers[0], depth - 1)
+
+    def always_assigned(
+        self, values: list[ast.expr], start: tuple[int, int], node: ast.AST
+    ) -> bool:
+        """Return whether a statement that assigns one of some values is always run before a node.
+
+        Those before the start do not count.
+        """
+        around = {*self.around(node)}
+        statements = (
+            next(outer for outer in self.around(value) if isinstance(outer, ast.stmt))
+            for value in values
+        )
+        return any(
+            start < place_of(statement) < place_of(node) and self.parents[statement] in around
+            for statement in statements
+        )
+
+    def expressions(self, node: ast.expr | None) -> list[ast.expr]:
+        """Return an expression, and all that is assigned to it if it is a name."""
+        return [node, *self.assigned.get(dotted(node), [])] if node else []
+
+    def is_for(self, node: ast.AST, purpose: str) -> bool:
+        """Return whether rules.md lists a call for a purpose."""
+        return bool(calls(purpose).fullmatch(self.visit(node)))
+
     def role(self, node: ast.AST) -> str:
-        """Return the role of a name or an attribute, "" without one."""
+        """Return the role of a name, an attribute or a key, "" without one."""
         if values := self._lookup(node):
             return values[0].role
         text = dotted(node)
+        last = text.rpartition(".")[2] or key_of(node)
         is_called = getattr(self.parents.get(node), "func", None) is node
-        means = self._means[self.module(node)]
+        means = self._means[self.module(node)] if last else {}
         is_of_torch = means.get(text.partition(".")[0], "").startswith("torch")
-        if not text or is_called or is_of_torch or text in means:
+        if not last or is_called or is_of_torch or text in means:
             return ""
-        last = text.rpartition(".")[2]
-        named = (role for role, (_, _, names) in roles().items() if names.fullmatch(last))
-        return next((role for role in named if self.has_workers or role not in OF_WORKERS), "")
+        return next(
+            (role for role in named(last) if self.has_workers or role not in OF_WORKERS), ""
+        )
 
     # what rules call a node
 
@@ -213,38 +216,43 @@ class Names(ast.NodeVisitor):
 
     def visit_Call(self, call: ast.Call) -> str:
         name = self.visit(call.func)
-        first = call.args[0] if call.args else ast.Constant(None)
-        last, argument = name.rpartition(".")[2], ""
-        if last == "getattr" and not isinstance(call.args[-1], ast.Constant):
-            argument = "module" * (
-                dotted(first).partition(".")[0] in self._means[self.module(call)]
-            )
-        elif last in {"update", "append"}:
-            argument = "score" * bool(SCORE.search(code(call)))
-        elif last == "to":
-            argument = "device" * bool(DEVICE.search(code(first)))
-        elif last in {"cross_entropy", "nll_loss"}:
-            argument = "weight" * (len(call.args) > 2)
-        elif last == "len":
-            argument = f"<{role}>" if (role := self.role(first)) else ""
-        elif name in {"list", "tuple", "enumerate"} and isinstance(first, ast.Call):
-            argument = self.visit(first)
-        elif name in {"os.environ.get", "os.getenv"}:
-            return f"os.environ.{code(first)[1:-1]}"
-        elif last == "add_argument":  # by the name that argparse gives it
-            flags = [code(flag)[1:-1] for flag in call.args if code(flag)[1:3] == "--"]
-            return f"{name}({''.join(flags[:1]).replace('-', '_').replace('__', '--', 1)})"
-        return f"{name}({argument if argument in ARGUMENTS else ''})"
+        if name in {"os.environ.get", "os.getenv"} and call.args:
+            return f"os.environ.{code(call.args[0])[1:-1]}"
+        for flag in flags_of(call)[:1]:  # as argparse names it
+            return f"{name}({flag.replace('-', '_').replace('__', '--', 1)})"
+        return f"{name}({self._argument(name, call) if call.args or call.keywords else ''})"
+
+    def _argument(self, name: str, call: ast.Call) -> str:
+        """Return what rules have to know of the arguments of a call, "" of most."""
+        first, *others = [*call.args, ast.Constant(None)]
+        last = name.rpartition(".")[2]
+        is_for_effect = isinstance(self.parents[call], ast.Expr)
+        root = dotted(first).partition(".")[0]
+        says = {
+            "module": last == "getattr"
+            and root in self._means[self.module(call)]
+            and not isinstance(call.args[-1], ast.Constant),
+            "scores": last == "update" and not call.args and SCORE.search(code(call)),
+            "score": last in {"update", "append"} and SCORE.search(code(call)),
+            "device": last == "to" and DEVICE.search(code(first)),
+            "weight": last in {"cross_entropy", "nll_loss"} and others[2:],
+            "<loader>": last == "len" and self.role(first) == "loader",
+            "set()": last in {"list", "tuple", "enumerate"} and self.visit(first) == "set()",
+            "state": last == "load_state_dict" and code(first).endswith(".state_dict()"),
+            "<ema>": is_for_effect and self.role(first) == "ema",
+        }
+        return next((text for text, is_so in says.items() if is_so), "")
 
     def visit_keyword(self, node: ast.keyword) -> str:
-        roles_of_value = [f"<{value.role}>" for value in self.values(node.value)]
-        value = next(iter(roles_of_value), "x")
+        value = next((f"<{value.role}>" for value in self.values(node.value)), "x")
         if isinstance(node.value, ast.Constant):
             value = str(node.value.value)
-        return f"{self.visit(self.parents[node]).removesuffix(')')}{node.arg}={value})"
+        return f"{self.visit(self.parents[node]).rpartition('(')[0]}({node.arg}={value})"
 
     def visit_AugAssign(self, node: ast.AugAssign) -> str:
-        return f"{SIGNS.get(type(node.op))}= {self._operand(node.value)}"
+        is_number = SAMPLES.search(code(node.value)) and not LOSS.search(code(node.value))
+        operand = "samples" if is_number else self._operand(node.value)
+        return f"{SIGNS.get(type(node.op))}= {operand}"
 
     def visit_BinOp(self, node: ast.BinOp) -> str:
         first, second = map(self._operand, (node.left, node.right))
@@ -254,10 +262,10 @@ class Names(ast.NodeVisitor):
         return f"{first} {sign}" if first in NUMBERS else f"{sign} {second}"
 
     def visit_Subscript(self, node: ast.Subscript) -> str:
-        name, key = self.visit(node.value), getattr(node.slice, "value", None)
-        if isinstance(key, str):
-            return f"{name}.{key}"
-        return f"{name}[]{' =' * is_stored(node)}"
+        if role := self.role(node):
+            return f"<{role}>"  # of a key
+        name, key = self.visit(node.value), key_of(node)
+        return f"{name}.{key}" if key else f"{name}[]{' =' * is_stored(node)}"
 
     def visit_Name(self, node: ast.Name | ast.Attribute) -> str:
         parent, role = self.parents[node], self.role(node)
@@ -278,7 +286,7 @@ class Names(ast.NodeVisitor):
         if isinstance(node, ast.Constant | ast.BinOp):
             return "1" if isinstance(node, ast.Constant) else "x"
         # not what functions return, which may be this operation
-        values = [f"<{value.role}>" for value in self.values(node, PASSES)] or [self.visit(node)]
+        values = [f"<{value.role}>" for value in self.values(node, DEEPEST)] or [self.visit(node)]
         return values[0] if values[0].startswith("<") else "x"
 
     # roles
@@ -300,7 +308,7 @@ class Names(ast.NodeVisitor):
         """Return the roles of an expression."""
         if not isinstance(node, ast.expr):
             return []
-        if (values := self._lookup(node)) or depth > PASSES:
+        if (values := self._lookup(node)) or depth > DEEPEST:
             return values
         name = self.visit(node)
         made = (role for role, (by, _, _) in roles().items() if by.fullmatch(name))
@@ -308,23 +316,23 @@ class Names(ast.NodeVisitor):
         if role:
             return [Value(role, node)]
         is_test = isinstance(node, ast.Compare | ast.UnaryOp)
-        parts = self._parts(node, name)
+        parts = self._parts(node)
         values = [value for part in parts for value in self.values(part, depth + 1)]
         values = [value for value in values if value.role == "rank" or not is_test]
         if isinstance(node, ast.Compare) and code(node.comparators[0]) in NO_RANK:
             return [Value("distributed", value.made) for value in values]
         return values
 
-    def _parts(self, node: ast.expr, name: str) -> list[ast.expr]:
+    def _parts(self, node: ast.expr) -> list[ast.expr]:
         """Return the expressions of which an expression has the role."""
         if function := self.callee(node):
             return returned(function)
         match node:
-            case ast.Call(args=parts) if calls("role of their arguments").fullmatch(name):
+            case ast.Call(args=parts) if self.is_for(node, "role of their arguments"):
                 return parts
-            case ast.Call(func=ast.Attribute(value=value)) if calls(
-                "role of their object"
-            ).fullmatch(name):
+            case ast.Call(func=ast.Attribute(value=value)) if self.is_for(
+                node, "role of their object"
+            ):
                 return [value]
             case ast.IfExp(body=body, orelse=other):
                 return [body, other]
@@ -334,76 +342,69 @@ class Names(ast.NodeVisitor):
 
     def _lookup(self, node: ast.AST) -> list[Value]:
         text = dotted(node)
-        scope = self._scopes[node] if text else None
-        while scope:
-            if values := self._values.get((scope, text)):
-                return values
-            scope = None if isinstance(scope, ast.Module) else self._scopes[scope]
-        return []
+        scopes = self.scopes(node) if text else ()
+        return next(filter(None, (self._values.get((scope, text)) for scope in scopes)), [])
 
-    def _learn(self, node: ast.AST) -> bool:
-        """Note what a statement or a call says about names; return whether that is new."""
+    def _learn(self, node: ast.AST) -> None:
+        """Note what a statement or a call says about names."""
         match node:
             case ast.Assign(targets=targets, value=value):
-                return max([self._assign(target, value) for target in targets])
-            case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value):
-                return self._assign(node.target, value)
-            case ast.withitem(optional_vars=ast.expr() as target, context_expr=value):
-                return self._assign(target, value)
-            case ast.Call(func=ast.Attribute(attr="parameters", value=owner)):
-                text = dotted(owner)
-                made = [
-                    value for value in self.assigned.get(text, []) if isinstance(value, ast.Call)
+                for target in targets:
+                    self._assign(target, value)
+            case (
+                ast.AnnAssign(target=target, value=ast.expr() as value)
+                | ast.NamedExpr(target=target, value=value)
+                | ast.withitem(optional_vars=ast.expr() as target, context_expr=value)
+            ) if not isinstance(self.parents[node], ast.ClassDef):
+                self._assign(target, value)
+            case ast.Call(func=ast.Attribute(attr="parameters", value=owner)) if dotted(
+                owner
+            ) not in {"", "self"} and not self._lookup(owner):
+                made = [call for call in self.expressions(owner) if isinstance(call, ast.Call)]
+                self._add(owner, dotted(owner), [Value("model", call) for call in [*made, owner]])
+            case ast.Call() if function := self.callee(node):
+                self.callers.setdefault(function, []).append(node)
+                parameters = [
+                    each.arg for each in (*function.args.posonlyargs, *function.args.args)
                 ]
-                if text not in {"", "self"} and not self._lookup(owner):
-                    return self._add(owner, text, [Value("model", call) for call in [*made, owner]])
-        function = self.callee(node)
-        if function is None or not isinstance(node, ast.Call):
-            return False
-        self.callers.setdefault(function, []).append(node)
-        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-        pairs = [*zip(names[names[:1] == ["self"] :], node.args, strict=False)]
-        pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
-        body = function.body[0]
-        return max(
-            [self._add(body, name, self.values(value)) for name, value in pairs], default=False
-        )
+                passed = dict(
+                    zip(parameters[parameters[:1] == ["self"] :], node.args, strict=False)
+                )
+                passed |= {each.arg: each.value for each in node.keywords if each.arg}
+                for name, value in passed.items():
+                    self._add(function.body[0], name, self.values(value))
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> bool:
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple):
-            parts = self._elements(value, len(target.elts))
-            return max(map(self._assign, target.elts, parts), default=False)
-        if not (text := dotted(target)):
-            return False
-        assigned = self.assigned.setdefault(text, [])
-        assigned += [value] if all(value is not other for other in assigned) else []
-        values = self.values(value)
-        if not values and isinstance(value, ast.Call):
-            last = text.rpartition(".")[2]
-            named = (role for role, (_, names, _) in roles().items() if names.fullmatch(last))
-            values = [Value(role, value) for role in named][:1]
-        in_loop = any(isinstance(outer, ast.For | ast.While) for outer in self.around(target))
-        values = [value for value in values if value.role != "tensor" or not in_loop]
-        return self._add(target, text, values)
+            for part, element in zip(
+                target.elts, self._elements(value, len(target.elts)), strict=False
+            ):
+                self._assign(part, element)
+        elif text := dotted(target):
+            assigned = self.assigned.setdefault(text, [])
+            assigned += [value] if all(value is not other for other in assigned) else []
+            values = self.values(value)
+            if not values and isinstance(value, ast.Call):
+                values = [Value(role, value) for role in named(text, of_call=True)][:1]
+            in_loop = any(isinstance(outer, ast.For | ast.While) for outer in self.around(target))
+            values = [value for value in values if value.role != "tensor" or not in_loop]
+            self._add(target, text, values)
 
     def _elements(self, value: ast.expr, number: int) -> list[ast.expr]:
         """Return the expressions that a tuple of targets gets, or what makes all of them."""
-        if isinstance(value, ast.Call) and calls("prepares its arguments").fullmatch(
-            self.visit(value)
-        ):
+        if isinstance(value, ast.Call) and self.is_for(value, "prepares its arguments"):
             return value.args
         function = self.callee(value)
         tuples = [value, *(returned(function) if function else [])]
         elements = (part.elts for part in tuples if isinstance(part, ast.Tuple))
         return next((parts for parts in elements if len(parts) == number), [value] * number)
 
-    def _add(self, place: ast.AST, text: str, values: list[Value]) -> bool:
-        """Add roles of a name in the scope of a node; return whether some are new."""
-        scope = self.module(place) if "." in text else self._scopes[place]
+    def _add(self, place: ast.AST, text: str, values: list[Value]) -> None:
+        """Add roles of a name in the scope of a node."""
+        scope = self.module(place) if "." in text else next(self.scopes(place))
         before = self._values.setdefault((scope, text), [])
         new = [value for value in values if all(value.made is not old.made for old in before)]
         before += new[: max(MOST_VALUES - len(before), 0)]
         for value in new:
             if any(value.made is made for made in self.assigned.get(text, [])):
                 self.made.setdefault(value.role, {}).setdefault(text, value.made)
-        return bool(new) and len(before) < MOST_VALUES

@@ -37,10 +37,9 @@ class Rule:
 def rules() -> dict[str, Rule]:
     """Return the rules by name, in the order of the tables."""
     table: dict[str, Rule] = {}
-    for section, cells in _rows():
-        kind = next((kind for kind in KINDS if cells[1:2] == [kind]), None)
-        if kind:
-            name, _, where, examples, write, say, link = cells
+    for section, (name, kind, *cells) in _rows():
+        if kind in KINDS:
+            where, examples, write, say, link = cells
             lines = write.strip("`").replace("<br>", "\n")
             patterns = tuple(CODE.findall(examples))
             table[name] = Rule(section, name, kind, where, patterns, lines, say, link)
@@ -48,27 +47,27 @@ def rules() -> dict[str, Rule]:
 
 
 @cache
-def roles() -> dict[str, tuple[re.Pattern[str], ...]]:
+def roles() -> dict[str, list[re.Pattern[str]]]:
     """Return the names by which roles are known: of calls, of what a call made, of variables."""
     rows = (cells for section, cells in _rows() if section == "Roles")
-    return {role: tuple(matcher(*CODE.findall(cell)) for cell in cells) for role, *cells in rows}
+    return {role: [matcher(*CODE.findall(cell)) for cell in cells] for role, *cells in rows}
 
 
 @cache
 def calls(purpose: str) -> re.Pattern[str]:
     """Return what matches the names in a row of the last table."""
-    (names,) = (
-        names for section, (what, names, *_) in _rows() if (section, what) == ("Calls", purpose)
-    )
+    (names,) = (cells[1] for section, cells in _rows() if [section, cells[0]] == ["Calls", purpose])
     return matcher(*CODE.findall(names))
 
 
 def _rows() -> Iterator[tuple[str, list[str]]]:
-    section = ""
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        section = line.removeprefix("## ") if line.startswith("## ") else section
-        if line.startswith("| ") and not line.startswith(("| rule |", "| role |", "| calls |")):
-            yield section, [cell.strip() for cell in line.strip("|").split("|")]
+    """Yield the section and the cells of each row, without the heads of the tables."""
+    for section in TABLE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, *lines = section.splitlines()
+        rows = [line for line in lines if line.startswith("| ")]
+        yield from (
+            (title, [cell.strip() for cell in row.strip("|").split("|")]) for row in rows[1:]
+        )
 
 
 def matcher(*patterns: str) -> re.Pattern[str]:

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from samestep.tools.adopt.batches import arguments_of, options_of, per_step, total
-from samestep.tools.adopt.entries import Entries, bare, head
+from samestep.tools.adopt.batches import loader_of, per_step, total
+from samestep.tools.adopt.entries import Entries
 from samestep.tools.adopt.places import Places
-from samestep.tools.adopt.roles import Function, Loop, Names, Value, code, dotted, nodes_of
-from samestep.tools.adopt.rules import calls
+from samestep.tools.adopt.roles import Names
 from samestep.tools.adopt.source import Source
+from samestep.tools.adopt.syntax import (
+    Function,
+    Loop,
+    bare,
+    code,
+    dotted,
+    head,
+    iterated,
+    lines_of,
+    nodes_of,
+    passes_of,
+    range_of,
+)
 
-DEPTH: Final = 4  # calls that are followed from a function to the loops around it
 TRACKED: Final = ("model", "optimizer", "scheduler", "scaler", "ema")
+CHANGED: Final = r"self\.{0}(\[[^=]*\])? [+*/@-]*= |self\.{0}\.\w+_\("  # a buffer, in place or not
 OWN_BACKWARD: Final = ("super()", "ctx.", "run.", "batch.")
-
-
-def changes(node: ast.AST, text: str) -> bool:
-    """Return whether a node assigns a variable or an entry of it, or changes it in place."""
-    if isinstance(node, ast.Assign | ast.AugAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        bases = [part.value if isinstance(part, ast.Subscript) else part for part in targets]
-        return text in map(dotted, bases)
-    func = node.func if isinstance(node, ast.Call) else None
-    return isinstance(func, ast.Attribute) and func.attr[-1:] == "_" and dotted(func.value) == text
-
-
-def lines_of(nodes: Sequence[ast.stmt]) -> str:
-    """Return the lines of statements as text."""
-    first, last = nodes[0].lineno, nodes[-1].end_lineno
-    return f"line {first}" if first == last else f"lines {first} to {last}"
 
 
 class Scan:
@@ -46,13 +43,17 @@ class Scan:
         self._script, self._names = sources[0], Names(sources)
         self._calls = [node for node in self._names.nodes if isinstance(node, ast.Call)]
         self._lanes: set[ast.AST] = set()  # nodes that a loop over batches runs
-        self._trained: list[Value] = []  # loaders
-        self._evaluated: list[Value] = []
+        self._trained: list[ast.expr] = []  # what makes loaders
+        self._evaluated: list[ast.expr] = []
         made = self._names.made
-        self._loader_names = {loader: text for text, loader in made.get("loader", {}).items()}
+        self._loader_names = {
+            value: text
+            for text in [*made.get("loader", {})][::-1]  # the first name stays
+            for value in self._names.assigned[text]
+        }
         self._buffers = [*self._changed_buffers()]
-        tracked = {text: text for role in TRACKED for text in made.get(role, {})}
-        tracked |= {owner: owner for _, _, owner in self._buffers if owner}
+        tracked = dict.fromkeys(text for role in TRACKED for text in made.get(role, {}))
+        tracked |= dict.fromkeys(owner for _, _, owner in self._buffers if owner)
         objects = {
             text.rpartition(".")[2]: text
             for text in tracked
@@ -65,19 +66,28 @@ class Scan:
             "objects": ", ".join(f"{key}={value}" for key, value in objects.items()) or "...",
         }
         backward = [call for call in self._calls if self._is_backward(call)]
-        around = {call: [*self._loops_around(call, DEPTH)] for call in backward}
+        around = {call: [*self._names.loops(call)] for call in backward}
         loops = [loop for of_call in around.values() for loop in of_call]
         self.entries = Entries(self._names, texts, loops)
-        for path, why in missing.items():
-            self.entries.add("not read", self._script.tree, str(path), why=why)
+        self._add_unread(sources, missing)
         self._add_training(around)
         self._add_evaluation()
         self._add_loaders()
         self._add_start()
         self._add_state()
         Places(self._names, self.entries, self._lanes).add_all()
-        if not self.entries.has_rule("backward", "lightning", "trainer"):
+        if not any(map(self.entries.node_of, ("backward", "lightning", "trainer"))):
             self.entries.add("no loop", self._script.tree, "backward")
+
+    def _add_unread(self, sources: Sequence[Source], missing: Mapping[Path, str]) -> None:
+        """Add the modules that could not be read, and those that are not where the script is."""
+        for path, why in missing.items():
+            self.entries.add("not read", self._script.tree, str(path), why=why)
+        folder = self._script.path.parent
+        imports = [bound for source in sources for bound in source.imports]
+        absent = {bound.module: bound for bound in imports[::-1] if bound.is_absent(folder)}
+        for module, bound in absent.items():
+            self.entries.add("not found", bound.statement, module)
 
     # loops
 
@@ -95,103 +105,70 @@ class Scan:
         name = self._names.visit(node)
         return name.endswith(".backward()") and not name.startswith(OWN_BACKWARD)
 
-    def _loops_around(self, node: ast.AST, depth: int) -> Iterator[Loop]:
-        """Yield the loops around a node, then those around the first call of its function."""
-        around = [*self._names.around(node)]
-        yield from (outer for outer in around if isinstance(outer, Loop))
-        functions = [outer for outer in around if isinstance(outer, Function)]
-        callers = self._names.callers.get(functions[-1], []) if functions else []
-        if callers and depth:
-            yield from self._loops_around(callers[0], depth - 1)
+    def _is_update(self, node: ast.AST) -> bool:
+        return self._names.is_for(node, "updates")
 
     def _loop_of(self, loops: list[Loop]) -> Loop:
         """Return the one of the loops around backward that makes a step, and note its loaders."""
-        inner = [loop for loop in loops if "<accumulation>" in self._iterated(loop)]
+        visit = self._names.visit
+        inner = [loop for loop in loops if "<accumulation>" in map(visit, iterated(loop))]
         for loop in inner:
             self.entries.add("accumulation", loop, head(loop))
         rest = [loop for loop in loops if loop not in inner] or loops
         updating = [loop for loop in rest if any(map(self._is_update, ast.walk(loop)))]
-        step = next(iter([*filter(self._loaders, rest), *updating, *rest]))
-        loaders = self._loaders(step) or self._loaders(step, of_next=True)
+        over_loaders = [loop for loop in rest if self._loaders(iterated(loop))]
+        step = [*over_loaders, *updating, *rest][0]
+        reads = [node for node in ast.walk(step) if visit(node) == "next()"]
+        loaders = self._loaders(iterated(step)) or self._loaders(nodes_of(reads))
         self._trained += loaders
-        if not loaders and self._end(step):
-            texts = {"epochs": self._end(step), "calls": per_step(self._names)}
+        if not loaders and (passes := passes_of(step)):
+            texts = {"epochs": passes, "calls": per_step(self._names)}
             self.entries.add("own batches", step, head(step), **texts)
         elif not loaders and isinstance(step, ast.For):
-            self.entries.add("unknown loop", step, head(step), iterated=code(step.iter))
-        for loop in [loop for loop in rest[rest.index(step) + 1 :] if self._end(loop)][:1]:
+            assigned = [self._names.assigned.get(dotted(node), []) for node in iterated(step)]
+            lines = [value.lineno for values in assigned for value in values]
+            made = "".join(f" of line {line}" for line in lines[:1])
+            self.entries.add("unknown loop", step, head(step), iterated=code(step.iter), made=made)
+        outer = [loop for loop in rest[rest.index(step) + 1 :] if passes_of(loop)]
+        for loop in outer[:1]:
             epoch = code(loop.target) if isinstance(loop, ast.For) else "epoch"
-            start, end = self._range_of(loop)
+            start, end = range_of(loop)
             is_shifted = start.isdigit()  # else, it is where the old job resumed
-            texts = {"epoch": epoch, "epochs": self._end(loop), "end": self._end(loop)}
+            texts = {"epoch": epoch, "epochs": passes_of(loop), "end": passes_of(loop)}
             texts |= {"shift": f" + {start}", "end": code(end)} if is_shifted else {"shift": ""}
             self.entries.add("epochs", loop, head(loop), **texts)
         return step
 
-    def _iterated(self, loop: ast.AST) -> list[str]:
-        nodes = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
-        return [self._names.visit(node) for node in nodes]
-
-    def _range_of(self, loop: Loop) -> tuple[str, ast.expr | None]:
-        """Return the start of a loop over a range, "" if it is 0, and the end, None of others."""
-        call = loop.iter if isinstance(loop, ast.For) else None
-        inner = call.args[0] if isinstance(call, ast.Call) and call.args else None  # of tqdm
-        for node in (call, inner):
-            if isinstance(node, ast.Call) and self._names.visit(node).endswith("range()"):
-                start, end, *_ = [ast.Constant(0), *node.args] if node.args[1:] == [] else node.args
-                return code(start).removeprefix("0"), end
-        return "", None
-
-    def _end(self, loop: Loop) -> str:
-        """Return the number of passes of a loop over a range, `...` of `while`, "" of others."""
-        start, end = self._range_of(loop)
-        if end is None:
-            return "..." if isinstance(loop, ast.While) else ""
-        if isinstance(end, ast.BinOp) and isinstance(end.op, ast.Add):
-            parts = {code(end.left): end.right, code(end.right): end.left}
-            return code(parts.get(start, end))
-        # a start that is no number is where the old job resumed
-        return f"{code(end)} - {start}" if start.isdigit() else code(end)
-
-    def _loaders(self, loop: ast.AST, *, of_next: bool = False) -> list[Value]:
-        """Return the loaders that a loop iterates, or that `next` reads in it."""
-        nodes = [*ast.walk(loop.iter)] if isinstance(loop, ast.For) else []
-        if of_next:
-            reads = [node for node in ast.walk(loop) if self._names.visit(node) == "next()"]
-            nodes = [read.args[0] for read in reads if isinstance(read, ast.Call) and read.args]
-        return [value for node in nodes for value in self._loader_values(node)]
-
-    def _loader_values(self, node: ast.AST) -> list[Value]:
-        return [value for value in self._names.values(node) if value.role == "loader"]
+    def _loaders(self, nodes: Iterable[ast.AST]) -> list[ast.expr]:
+        """Return what made the loaders that nodes are."""
+        values = (value for node in nodes for value in self._names.values(node))
+        return [value.made for value in values if value.role == "loader"]
 
     def _loop_text(self, loop: Loop) -> str:
         """Return what the loop over batches iterates: the loader's name, or what makes it."""
-        names = [*ast.walk(loop.iter)] if isinstance(loop, ast.For) else []
-        loaders = [node for node in names if dotted(node) and self._loader_values(node)]
+        loaders = [node for node in iterated(loop) if dotted(node) and self._loaders([node])]
         if loaders:
             return dotted(loaders[0])
         return "loop" if self.entries.has("own batches", loop) else "run.batches(dataset, GLOBAL)"
-
-    def _is_update(self, node: ast.AST) -> bool:
-        return bool(calls("updates").fullmatch(self._names.visit(node)))
 
     def _loss_of(self, call: ast.Call) -> str:
         """Return what `batch.backward` gets in place of a call of backward."""
         loss = call.func.value if isinstance(call.func, ast.Attribute) else call
         if call.args and self._names.role(loss) in {"accelerator", "fabric"}:
             loss = call.args[0]
-        if self._names.visit(loss) == "/ <accumulation>" and isinstance(loss, ast.BinOp):
-            loss = loss.left
-        if self._names.visit(loss) == "<scaler>.scale()" and isinstance(loss, ast.Call):
-            return f"{code(loss)}, loss={code(loss.args[0])}"
+        match self._names.visit(loss), loss:
+            case "/ <accumulation>", ast.BinOp(left=left):
+                loss = left
+            case "<scaler>.scale()", ast.Call(args=[unscaled, *_]):
+                return f"{code(loss)}, loss={code(unscaled)}"
         return code(loss)
 
     def _add_loop(self, loop: Loop, backward: list[ast.Call]) -> None:
         """Add what a loop over batches becomes, and note what belongs to its lanes."""
         is_own = self.entries.has("own batches", loop)
         target = loop.target if isinstance(loop, ast.For) and not is_own else None
-        iterated = self._iterated(loop)
-        is_counted = "enumerate()" in iterated[:1] or {"zip()", "range()"} <= {*iterated}
+        visited = [*map(self._names.visit, iterated(loop))]
+        is_counted = "enumerate()" in visited[:1] or {"zip()", "range()"} <= {*visited}
         if is_counted and isinstance(target, ast.Tuple) and len(target.elts) == 2:
             index, target = target.elts
             if dotted(index) in map(dotted, nodes_of(loop.body)):
@@ -217,23 +194,26 @@ class Scan:
 
     def _add_evaluation(self) -> None:
         """Add the loops that evaluate: those over other loaders, and those that call a model."""
+        visit = self._names.visit
         for loop in (node for node in self._names.nodes if isinstance(node, Loop)):
-            is_other = any(isinstance(node, ast.Yield) for node in ast.walk(loop))  # of a loader
-            if is_other or self.entries.has("loop", loop):
+            inside, around = [*ast.walk(loop)], [*self._names.around(loop)]
+            is_source = any(isinstance(node, ast.Yield) for node in inside)  # of a loader
+            if is_source or self.entries.has("loop", loop):
                 continue
-            loaders = self._loaders(loop)
+            loaders = self._loaders(iterated(loop))
             self._evaluated += loaders
-            for value in sorted(loaders, key=lambda value: value.made.lineno)[:1]:
-                self._add_loader("evaluation", loop, head(loop), value.made)
-            functions = [node for node in self._names.around(loop) if isinstance(node, Function)]
-            called = {self._names.visit(node) for node in nodes_of([loop, *functions[:1]])}
-            called -= {"<model>()"} - {self._names.visit(node) for node in ast.walk(loop)}
-            nested = [node for node in ast.walk(loop) if isinstance(node, Loop)]
-            is_known = any(map(self._loaders, nested)) or any(
-                map(self._is_backward, ast.walk(loop))
+            for made in sorted(loaders, key=lambda made: made.lineno)[:1]:
+                self._add_loader("evaluation", loop, head(loop), made)
+            functions = [node for node in around if isinstance(node, Function)]
+            called = {visit(node) for node in nodes_of([loop, *functions[:1]])}
+            nested = [node for node in inside if isinstance(node, Loop)]
+            is_known = (
+                any(self._loaders(iterated(inner)) for inner in nested)
+                or any(map(self._is_backward, inside))
+                or any(isinstance(node, Loop) for node in around)
             )
-            is_inner = any(isinstance(node, Loop) for node in self._names.around(loop))
-            if not (is_known or is_inner) and {"<model>()", "<model>.eval()"} <= called:
+            evaluates = "<model>()" in map(visit, inside) and "<model>.eval()" in called
+            if evaluates and not is_known:
                 self.entries.add("own evaluation", loop, head(loop))
 
     # data
@@ -242,32 +222,37 @@ class Scan:
         """Add all loaders: those of loops that train, and others."""
         names = self._names
         made = [call for call in self._calls if names.visit(call).endswith("DataLoader()")]
-        is_fit = any(calls("takes loaders").fullmatch(names.visit(call)) for call in self._calls)
-        evaluated = {value.made for value in self._evaluated}
-        for loader in dict.fromkeys([*self._loader_names, *made]):
-            default = set() if is_fit else {loader}
-            trained = {value.made for value in self._trained} or default
-            others = "evaluation" if loader in evaluated else "evaluated loader"
-            name = "loader" if loader in trained - evaluated else others
-            text = self._loader_names.get(loader, code(loader))
-            self._add_loader("lightning loader" if is_fit else name, loader, text, loader)
+        is_fit = any(names.is_for(call, "takes loaders") for call in self._calls)
+        others = names.made.get("loader", {}).values() if is_fit else ()
+        loaders = dict.fromkeys([*made, *self._trained, *self._evaluated, *others])
+        for call in [call for call in loaders if not names.is_for(call, "prepares its arguments")]:
+            is_trained = call in self._trained or not (self._trained or is_fit)
+            name = "evaluation" if call in self._evaluated else "evaluated loader"
+            name = "loader" if is_trained and call not in self._evaluated else name
+            text = self._loader_names.get(call, code(call))
+            self._add_loader("lightning loader" if is_fit else name, call, text, call)
 
-    def _add_loader(self, name: str, node: ast.AST, text: str, loader: ast.expr) -> None:
+    def _add_loader(self, name: str, node: ast.AST, text: str, call: ast.expr) -> None:
         """Add what a loader, or a loop over it, becomes, and what cannot be seen of it."""
-        called = self._loader_names.get(loader, code(loader))
-        if not self._names.visit(loader).endswith("DataLoader()"):
-            self.entries.add("unknown loader", loader, f"{called} = {code(loader)}")
-            if node is loader:
-                return
-        dataset, size = arguments_of(loader, self._names)
+        loader = loader_of(call, self._names)
+        called = self._loader_names.get(call, code(call))
         is_training = name in {"loader", "lightning loader"}
-        batch, note = total(size, self._names) if is_training and size else (code(size), "")
-        options = options_of(loader, self._names, is_training=is_training)
-        texts = {"dataset": code(dataset), "batch": batch, "options": options, "note": note}
-        texts["loader"] = f"{called} = " if loader in self._loader_names else ""
+        batch, note = code(loader.size), ""
+        if is_training and loader.size:
+            batch, note = total(loader.size, self._names)
+        texts = {
+            "loader": f"{called} = " * (call in self._loader_names),
+            "dataset": code(loader.dataset) if loader.dataset or loader.is_known else "dataset",
+            "batch": batch if loader.size or loader.is_known else "GLOBAL",
+            "options": loader.options(is_training=is_training),
+            "note": note,
+        }
+        if node is call and not loader.is_known:
+            name = "unknown loader" if is_training else "unknown evaluated loader"
+            text = f"{called} = {code(call)}"
+        elif loader.size is None and loader.is_known:
+            self.entries.add("batch size", call, called, dataset=texts["dataset"])
         self.entries.add(name, node, text, **texts)
-        if size is None:
-            self.entries.add("batch size", loader, called, dataset=code(dataset))
 
     # state
 
@@ -293,7 +278,7 @@ class Scan:
         made, names = self._names.made, self._names
         is_prepared = bool({"accelerator", "fabric"} & made.keys())
         for text, model in made.get("model", {}).items():
-            if not is_prepared and not calls("wraps a model").fullmatch(names.visit(model)):
+            if not is_prepared and not names.is_for(model, "wraps a model"):
                 self.entries.add("model", model, text, model=text)
         optimizers = [*made.get("optimizer", {}).items()]
         of_script = [pair for pair in optimizers if names.module(pair[1]) is self._script.tree]
@@ -310,17 +295,16 @@ class Scan:
         """
         names = self._names
         for call in self._calls:
-            if names.visit(call).endswith(".register_buffer()") and call.args:
-                buffer = code(call.args[0])[1:-1]
-                (owner, *_) = (
-                    node for node in names.around(call) if isinstance(node, ast.ClassDef)
+            owners = [node for node in names.around(call) if isinstance(node, ast.ClassDef)]
+            if not (names.visit(call).endswith(".register_buffer()") and call.args and owners):
+                continue
+            owner, buffer = owners[0], code(call.args[0])[1:-1]
+            methods = [node for node in ast.walk(owner) if isinstance(node, Function)]
+            texts = [code(method) for method in methods if "init" not in method.name]
+            if any(re.search(CHANGED.format(re.escape(buffer)), text) for text in texts):
+                variables = (
+                    text
+                    for text, values in names.assigned.items()
+                    if "." not in text and owner.name in map(dotted, nodes_of(values))
                 )
-                methods = [node for node in ast.walk(owner) if isinstance(node, Function)]
-                inner = nodes_of(method for method in methods if "init" not in method.name)
-                if any(changes(node, f"self.{buffer}") for node in inner):
-                    variables = (
-                        text
-                        for text, values in names.assigned.items()
-                        if "." not in text and owner.name in map(dotted, nodes_of(values))
-                    )
-                    yield call, buffer, next(variables, "")
+                yield call, buffer, next(variables, "")

@@ -14,6 +14,7 @@ from typing import Final
 
 from samestep.errors import ConfigError
 from samestep.host import parse
+from samestep.tools.adopt.rules import calls
 
 MOST_BYTES: Final = 5_000_000
 MOST_FILES: Final = 40
@@ -22,8 +23,7 @@ OF_PYTHON_2: Final = ("Missing parentheses in call to", "multiple exception type
 MANY: Final = f"only {MOST_FILES} modules of the folder are read"
 EXPECTED: Final = "expected a Python script, such as train.py"
 INIT: Final = "__init__.py"
-Names = frozenset[str]
-ALL: Final[Names] = frozenset("*")
+ABOVE: Final = 2  # folders above that of the script, of which a package may be imported
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,50 @@ class Import:
     name: str
     means: str  # its dotted name, such as torch.nn of nn
     file: Path | None  # of the folder of the script
-    takes: Names  # of the file
+    statement: ast.stmt
+    module: str  # as the statement says it, such as .engine
+
+    def is_absent(self, folder: Path) -> bool:
+        """Return whether it is a module of the script's project, but not in its folder."""
+        root = self.module.partition(".")[0]  # "" of a relative import
+        above = folder.absolute().parents[:ABOVE]
+        is_own = not root or calls("own modules").fullmatch(root)
+        return not self.file and bool(is_own or any(_find(parent, [root]) for parent in above))
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A file, its tree and its imports, also those in functions."""
+    """A file, its tree, its imports, also those in functions, and the names that it reads."""
 
     path: Path  # as the user would write it
     tree: ast.Module
     imports: tuple[Import, ...]
+    reads: frozenset[str]  # without what they are attributes of
 
 
 def read_sources(script: Path) -> tuple[list[Source], dict[Path, str]]:
     """Return a script and the modules that it imports from its folder, and why some are missing.
 
-    Of the `__init__.py` of a package, only the imports of names that others use are followed.
+    Of the `__init__.py` of a package, only the imports of names that are read are followed.
     Raises `ConfigError` if the script cannot be read or does not train.
     """
     sources, missing = {script: read(script, script.parent)}, dict[Path, str]()
-    todo: list[tuple[Path, Names]] = [(script, ALL)]
-    for path, names in todo:  # which grows
+    todo = [script]
+    for path in todo:  # which grows
         try:
             if path not in sources and len(sources) == MOST_FILES:
                 raise ConfigError(MANY)  # noqa: TRY301  like those of `read`
-            source = sources[path] = sources.get(path) or read(path, script.parent)
+            sources[path] = sources.get(path) or read(path, script.parent)
         except ConfigError as error:
             missing[path] = str(error)
             continue
-        is_package = path.name == INIT
-        defines = names & {getattr(node, "name", "") for node in source.tree.body}
-        for bound in source.imports:
-            takes = names if bound.name == "*" else bound.takes
-            is_taken = not is_package or {"*", bound.name} & names or bound.name == "*" or defines
-            if bound.file and is_taken and (bound.file, takes) not in todo:
-                todo.append((bound.file, takes))
-        submodules = (_find(path.parent, [name]) for name in names if is_package)
-        todo += [(file, ALL) for file in submodules if file and (file, ALL) not in todo]
+        read_names = {"*"}.union(*(each.reads for each in sources.values()))
+        for source in sources.values():  # also of earlier packages, for names that only this reads
+            is_package = source.path.name == INIT
+            for bound in source.imports:
+                is_read = not is_package or bound.name in read_names
+                if bound.file and is_read and bound.file not in todo:
+                    todo.append(bound.file)
     if not sources[script].tree.body:
         raise ConfigError(f"{script} is empty; expected a training script")
     imports = (bound for source in sources.values() for bound in source.imports)
@@ -102,7 +109,18 @@ def read(path: Path, folder: Path) -> Source:
     except (SyntaxError, UnicodeDecodeError) as error:
         why = f"{path} is not text in UTF-8, or the encoding that it declares: {error}"
         raise ConfigError(f"{why}; {EXPECTED}") from error
-    return Source(path, tree, tuple(_imports(path, tree, folder)))
+    reads = frozenset(name for node in ast.walk(tree) if (name := _name_read(node)))
+    return Source(path, tree, tuple(_imports(path, tree, folder)), reads)
+
+
+def _name_read(node: ast.AST) -> str:
+    """Return the name that a node reads, also one that an import renames, "" of others."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
+            return name
+        case ast.alias(name=name, asname=str()):
+            return name
+    return ""
 
 
 def _parse(path: Path, text: str) -> ast.Module:
@@ -125,31 +143,22 @@ def _parse(path: Path, text: str) -> ast.Module:
 
 def _imports(path: Path, tree: ast.Module, folder: Path) -> Iterator[Import]:
     """Yield all names that a module imports."""
-    used: dict[str, set[str]] = {}  # attributes of names, as of modules
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            used.setdefault(node.value.id, set()).add(node.attr)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                parts = alias.name.split(".")
-                name = alias.asname or parts[0]
-                takes = frozenset(used.get(name, ()))
-                yield Import(
-                    name, alias.name if alias.asname else name, _find(folder, parts), takes
-                )
+                name = alias.asname or alias.name.partition(".")[0]
+                means = alias.name if alias.asname else name
+                yield Import(name, means, _find(folder, alias.name.split(".")), node, alias.name)
         elif isinstance(node, ast.ImportFrom):
             parts = node.module.split(".") if node.module else []
             above = [*path.parents]
             start = above[min(node.level, len(above)) - 1] if node.level else folder
             start = start if folder in {start, *start.parents} else folder  # never above it
             for alias in node.names:
-                name = alias.asname or alias.name
+                file = _find(start, [*parts, alias.name]) or _find(start, parts)
+                module = "." * node.level + (node.module or alias.name)
                 means = ".".join([*parts, alias.name])
-                if file := _find(start, [*parts, alias.name]):
-                    yield Import(name, means, file, frozenset(used.get(name, ())))
-                else:
-                    yield Import(name, means, _find(start, parts), frozenset([alias.name]))
+                yield Import(alias.asname or alias.name, means, file, node, module)
 
 
 def _find(folder: Path, parts: list[str]) -> Path | None:
