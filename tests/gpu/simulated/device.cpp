@@ -7,8 +7,9 @@
 // A device's memory is host memory, and its operations run at once with the CPU's kernels. What the
 // host may see of them is as late as CUDA permits: a copy without waiting lands when its target is
 // used or when the host waits, memory holds NaN before it is written and after it is freed, and each
-// wait of the host is counted. A stream must wait for the copies of another one before it uses them,
-// and memory that a stream other than its own used must not be freed without `record_stream`.
+// wait of the host is counted. A stream must wait for the copies of another one before it uses them.
+// Memory that another stream used may be freed only after `record_stream`, or once the stream that
+// allocated it has waited for an event behind that use: CUDA reuses it in the order of that stream.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -55,16 +56,20 @@ thread_local c10::StreamId current_streams[MAX_DEVICES] = {};
 thread_local std::string latched;  // an error that the runtime returned: the next kernel has it, too
 thread_local int inside = 0;  // of a kernel: its own copies are no waits
 std::vector<Copy> copies;
-int64_t copy_number = 0;
+int64_t work = 0;  // the number of the last copy, use or event, in all streams
 std::vector<std::string> waits;
 bool stuck = false;
 std::string failure;
 std::map<const char*, size_t> pinned;       // start and size
 std::map<const char*, size_t> blocks;       // device memory
 std::map<const char*, std::set<c10::StreamId>> allowed;  // streams that may use a block
-std::map<const char*, std::set<c10::StreamId>> used_on;  // streams that used it
-// up to which copy of a stream (last) another stream of a device (first) has waited
-std::map<std::tuple<DeviceIndex, c10::StreamId, c10::StreamId>, int64_t> waited;
+std::map<const char*, c10::StreamId> made_on;  // the stream that allocated a block
+// streams that used it, with the number of their last use
+std::map<const char*, std::map<c10::StreamId, int64_t>> used_on;
+using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
+using Clock = std::map<StreamKey, int64_t>;
+std::map<StreamKey, Clock> waited;  // up to which work of others a stream has waited
+std::map<int64_t, Clock> events;  // up to which work each stream is before an event, by its number
 std::map<const char*, int> in_flight;       // used by collectives, by start of the block
 std::set<void*> freed_in_flight;
 size_t pinned_bytes = 0;                    // as reserved: powers of two, like CUDA's allocator
@@ -115,11 +120,9 @@ bool same_bytes(const at::Tensor& left, const at::Tensor& right) {
   return std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
 }
 
-// Whether what a stream does next comes after a copy.
-bool comes_after(const Copy& copy, c10::StreamId stream) {
-  if (copy.stream == stream) return true;
-  auto found = waited.find({copy.device, stream, copy.stream});
-  return found != waited.end() && found->second >= copy.number;
+// Whether what a stream does next comes after some work of another one of its device.
+bool comes_after(DeviceIndex device, c10::StreamId stream, c10::StreamId other, int64_t number) {
+  return stream == other || waited[{device, stream}][{device, other}] >= number;
 }
 
 // Complete the copies up to a number of a device, or of a stream; the host has waited for them.
@@ -128,7 +131,7 @@ void complete(DeviceIndex device, int64_t up_to, std::optional<c10::StreamId> st
   Inside guard;
   bool changed = false;
   for (auto copy = copies.begin(); copy != copies.end();) {
-    bool is_awaited = !stream || comes_after(*copy, *stream);
+    bool is_awaited = !stream || comes_after(device, *stream, copy->stream, copy->number);
     if (copy->device != device || copy->number > up_to || !is_awaited) {
       ++copy;
       continue;
@@ -152,12 +155,13 @@ void use(const at::Tensor& t) {
   c10::StreamId stream = current_streams[t.device().index()];
   for (auto& copy : copies)
     if (!copy.landed && copy.target.storage().data() == t.storage().data()) {
-      TORCH_CHECK(comes_after(copy, stream), "a stream used a tensor without waiting for its copy");
+      TORCH_CHECK(comes_after(copy.device, stream, copy.stream, copy.number),
+                  "a stream used a tensor without waiting for its copy");
       land(copy);
     }
   if (is_capturing(t.device().index())) return;  // it only runs in replays
   auto block = containing(blocks, t.storage().data());
-  if (block != blocks.end()) used_on[block->first].insert(stream);
+  if (block != blocks.end()) used_on[block->first][stream] = ++work;
 }
 
 void block_while_stuck() {
@@ -197,6 +201,7 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     blocks[static_cast<char*>(pointer)] = rounded;
     allowed[static_cast<char*>(pointer)] = {current_streams[current]};
+    made_on[static_cast<char*>(pointer)] = current_streams[current];
     // a graph replays in any stream
     if (is_capturing(current)) allowed[static_cast<char*>(pointer)].insert(0);
     device_of[static_cast<char*>(pointer)] = current;
@@ -209,8 +214,9 @@ struct DeviceAllocator final : c10::Allocator {
     auto block = blocks.find(static_cast<char*>(pointer));
     std::memset(pointer, GARBAGE, block->second);  // as if another tensor used it
     used_bytes[device_of[block->first]] -= block->second;
-    for (auto stream : used_on[block->first])
-      if (!allowed[block->first].count(stream))
+    for (auto [stream, number] : used_on[block->first])
+      if (!allowed[block->first].count(stream) &&
+          !comes_after(device_of[block->first], made_on[block->first], stream, number))
         failure = "memory was freed while a stream used it that was not recorded";
     used_on.erase(block->first);
     allowed.erase(block->first);
@@ -393,7 +399,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
       from = value;  // later kernels may change the device's memory
       std::memset(self.data_ptr(), GARBAGE, self.nbytes());
     }
-    copies.push_back({++copy_number, device, current_streams[device], to, from, value, false});
+    copies.push_back({++work, device, current_streams[device], to, from, value, false});
     return self;
   }
   wait_in_kernel(device, self.is_cuda() ? "copy to device" : "copy to host");
@@ -637,7 +643,14 @@ const char* sim_wait(int device, const char* reason, int64_t up_to, int64_t stre
   return nullptr;
 }
 
-int64_t sim_record() { return copy_number; }
+// Returns the number of an event behind what a stream has done so far.
+int64_t sim_record(int device, int64_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  StreamKey key(device, stream);
+  events[++work] = waited[key];
+  events[work][key] = work;
+  return work;
+}
 
 int sim_is_done(int device, int64_t up_to, int64_t stream) {
   if (stuck) return 0;
@@ -651,11 +664,11 @@ int64_t sim_exchange_stream(int device, int64_t stream) {
   return before;
 }
 
-// What `stream` does from now on comes after the copies of `other` up to a number.
-void sim_stream_wait(int device, int64_t stream, int64_t other, int64_t up_to) {
+// What a stream does from now on comes after an event.
+void sim_stream_wait(int device, int64_t stream, int64_t event) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  auto& number = waited[{device, stream, other}];
-  number = std::max(number, up_to);
+  auto& clock = waited[{device, stream}];
+  for (auto [other, number] : events[event]) clock[other] = std::max(clock[other], number);
 }
 
 // From now on, kernels of a stream of a device are captured; with -1, none.
@@ -681,6 +694,16 @@ void sim_set_stuck(int value) { stuck = value; }
 int sim_is_stuck() { return stuck; }
 void sim_fail(const char* message) { failure = message; }
 void sim_latch(const char* message) { latched = message; }
+
+// Give a storage another size, as torch does in a CUDA build only.
+void sim_resize(c10::StorageImpl* storage, int64_t nbytes) {
+  c10::DeviceGuard on(storage->device());
+  auto memory = device_allocator.allocate(nbytes);
+  if (size_t kept = std::min<size_t>(storage->nbytes(), nbytes))
+    std::memcpy(memory.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(memory));
+  storage->set_nbytes(nbytes);
+}
 
 int64_t sim_pinned_bytes() { return static_cast<int64_t>(pinned_bytes); }
 void sim_register(char* pointer, int64_t size) {
@@ -714,7 +737,7 @@ void sim_end_use(const void* pointer) {
 void sim_use(int device, const void* pointer) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   auto block = containing(blocks, pointer);
-  if (block != blocks.end()) used_on[block->first].insert(current_streams[device]);
+  if (block != blocks.end()) used_on[block->first][current_streams[device]] = ++work;
 }
 void sim_read(void* to, const void* from, int64_t size) { std::memcpy(to, from, size); }
 }

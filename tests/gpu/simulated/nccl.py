@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT
 from tests.gpu.simulated.device import LIBRARY, AcceleratorError
 
+__name__ = "torch.distributed.simulated"  # for what looks whose code begins a collective
+
 ABORT_TEXT = (
     "[rank%d]: Watchdog caught collective operation timeout: WorkNCCL ran for longer than its "
     "limit; to avoid data inconsistency, we are taking the entire process down.\n"
