@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -274,6 +275,8 @@ def averaged(run, shard):
     optimizer = adamw(run, model)
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     plain, twin = AveragedModel(model), copy.deepcopy(model)  # equal weights; by hand
+    copy.deepcopy(model)
+    gc.collect()  # a copy may end before the run
     losses = []
     for batch in run.batches(texts(), 16, steps=4):
         run.backward(loss_fn, model, batch)

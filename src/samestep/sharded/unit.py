@@ -26,7 +26,8 @@ class Sharding:
     """What the units of a run have in common.
 
     `mesh` is FSDP2's, of all workers. Gradients and sums are rounded to `round_to`, None for the
-    parameters' own dtype. `units` are those of all models, by their numbers.
+    parameters' own dtype. `units` are those of all models, by their numbers, and `whole` those of
+    them whose modules have whole parameters now.
     """
 
     world: World
@@ -37,6 +38,23 @@ class Sharding:
     trace: Trace
     round_to: torch.dtype | None
     units: dict[int, Unit] = field(default_factory=dict)
+    whole: set[Unit] = field(default_factory=set)
+
+    def free(self) -> None:
+        """Free what is gathered of all models, of which a copy may have ended."""
+        for unit in self.units.values():
+            if unit not in self.whole and unit.module is not None:
+                unit.free()
+
+    def await_readers(self) -> None:
+        """Let no worker compute with parameters that are about to change. Collective."""
+        if self.whole:
+            raise ModelError(
+                "rows of sharded models cannot be changed in `with run.full_parameters(...)`, which"
+                " keeps what the whole parameters have at its end: leave the block before"
+            )
+        self.free()
+        self.memory.await_readers()
 
 
 class Unit:
@@ -52,8 +70,8 @@ class Unit:
         self._trace = sharding.trace
         self.number = len(self._trace.names)
         self._trace.names.append(name)
+        self.all_parts = parts  # also those that are not trained
         self.parts = [part for part in parts if part.unsharded.requires_grad]
-        self.frozen = [part for part in parts if not part.unsharded.requires_grad]
         dtypes = {part.unsharded.dtype for part in self.parts}
         if len(dtypes) > 1:
             raise ModelError(
@@ -81,11 +99,6 @@ class Unit:
         """The module."""
         return self._module()
 
-    @property
-    def all_parts(self) -> list[Part]:
-        """The parts, also those that are not trained."""
-        return [*self.parts, *self.frozen]
-
     def gather(self) -> None:
         """Gather the parameters."""
         self.module.unshard()
@@ -108,11 +121,6 @@ class Unit:
     def free(self) -> None:
         """Free the parameters if they are gathered."""
         self.module.reshard()
-
-    def await_readers(self) -> None:
-        """Let no worker compute with parameters that are about to change. Collective."""
-        self.free()
-        self._sharding.memory.await_readers(f"changing parameters of unit {self.name!r}")
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
