@@ -559,6 +559,16 @@ def look_into_sharded_layers():
         assert torch.equal(model(torch.ones(1, 3)), model.second.bias.to_local()[None])
         complete.copy_(own)
         assert torch.equal(model(torch.ones(1, 3)), before)
+    # a pass that failed is forgotten
+    hook, state = model.second.register_forward_pre_hook(lambda *_: 1 / 0), model._get_fsdp_state()
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 3))
+    hook.remove()
+    assert state._state_ctx.iter_forward_root is state
+    assert state._comm_ctx.post_forward_order
+    internals.end_passes(model)
+    assert state._state_ctx.iter_forward_root is None
+    assert not state._comm_ctx.post_forward_order
     assert model in internals.SHARDED
     kind, hooks = type(model), len(model._forward_pre_hooks)
     with internals.without_fsdp(model):
@@ -578,7 +588,11 @@ OF_FSDP = {
         *("_get_fsdp_state", "reshard", "set_custom_all_gather", "set_requires_gradient_sync"),
         *("set_reshard_after_backward", "set_reshard_after_forward", "unshard"),
     ),
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_lazy_init",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": (
+        "_fsdp_param_group",
+        "_lazy_init",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("wait_for_unshard",),
     "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather": ("__call__", "allocate"),
     "torch.distributed.tensor:DTensor": ("_local_tensor", "to_local"),
 }

@@ -9,9 +9,17 @@ from tests.sharded.jobs import digests
 from tests.sharded.test_models import trained
 
 FULL = {"shard": "full"}
-SOME = ("tied", "partly")
-MORE = ("checkpoints", "twice", "few", "evaluated", "averaged", "adversaries")
+SOME = ("tied", "failed")
+MORE = ("partly", "checkpoints", "twice", "few", "evaluated", "averaged", "adversaries")
 ONE = {VISIBLE: "0"}
+
+
+def watched(names, shard):
+    """Return what `digests` does; each stream has to wait for what others did to its memory."""
+    from tests.gpu.simulated.device import LIBRARY
+
+    LIBRARY.sim_watch_uses()
+    return digests(names, shard)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,7 @@ ONE = {VISIBLE: "0"}
 )
 def test_sharded_models_have_the_bits_of_replicated_ones(workers, visible, names, gpus):
     (expected,) = gpus.workers(1, digests, names, {}, **ONE)
-    results = gpus.workers(workers, digests, names, FULL, **{VISIBLE: visible})
+    results = gpus.workers(workers, watched, names, FULL, **{VISIBLE: visible})
     assert results == [expected] * workers
 
 
@@ -39,7 +47,7 @@ def test_sharded_models_have_the_bits_of_replicated_ones(workers, visible, names
 @pytest.mark.parametrize("keep", ["lane", "step"])
 def test_units_may_be_kept_on_devices(keep, gpus):
     (expected,) = gpus.workers(1, digests, SOME, {}, **ONE)
-    results = gpus.workers(2, digests, SOME, {**FULL, "keep": keep}, **{VISIBLE: "0,1"})
+    results = gpus.workers(2, watched, SOME, {**FULL, "keep": keep}, **{VISIBLE: "0,1"})
     assert results == [expected] * 2
 
 

@@ -116,6 +116,45 @@ def test_memory_is_freed_behind_the_uses_of_other_streams(name, gpus):
             gpus.call(frees, *FREES[name])
 
 
+def used_in_turn(*order):
+    """Let the current stream and another one use the same memory."""
+    from tests.gpu.simulated.device import LIBRARY
+
+    LIBRARY.sim_watch_uses()
+    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    values = torch.ones(4, device="cuda")
+    values.record_stream(other)
+    other.wait_stream(own)
+    for part in order:
+        if part == "wait":
+            own.wait_stream(other)
+        with torch.cuda.stream(other if part.startswith("other") else own):
+            if part.endswith("writes"):
+                values.add_(1.0)
+            elif part.endswith("reads"):
+                values.sum()
+
+
+@pytest.mark.parametrize(
+    ("order", "is_right"),
+    [
+        (("other writes", "wait", "reads"), True),
+        (("other writes", "reads"), False),
+        (("other writes", "wait", "other writes", "reads"), False),
+        (("other reads", "reads"), True),
+        (("other reads", "writes"), False),
+        (("other reads", "wait", "writes"), True),
+        (("other writes", "other reads"), True),
+    ],
+)
+def test_streams_that_are_watched_wait_for_what_others_did(order, is_right, gpus):
+    if is_right:
+        gpus.call(used_in_turn, *order)
+    else:
+        with pytest.raises(AssertionError, match="a stream did not wait for another one"):
+            gpus.call(used_in_turn, *order)
+
+
 def resized(*, waits):
     """Give a storage other sizes, as FSDP2 does, and free its memory, which another stream uses."""
     storage, contents = torch.arange(4.0, device="cuda").untyped_storage(), []

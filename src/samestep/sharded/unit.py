@@ -19,6 +19,7 @@ from samestep.sharded.memory import Boxes, GatherMemory, is_shared
 from samestep.sharded.parts import Part
 from samestep.sharded.trace import Trace
 from samestep.step.gradients import sum_dtype
+from samestep.torch_internals import end_passes
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class Unit:
         self.module.set_reshard_after_backward(not in_step, recurse=False)
 
     def free(self) -> None:
-        """Free the parameters if they are gathered."""
-        self.module.reshard()
+        """Free the parameters if they are gathered, outside of passes."""
+        end_passes(self.module)
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""

@@ -10,6 +10,7 @@
 // wait of the host is counted. A stream must wait for the copies of another one before it uses them.
 // Memory that another stream used may be freed only after `record_stream`, or once the stream that
 // allocated it has waited for an event behind that use: CUDA reuses it in the order of that stream.
+// With `sim_watch_uses`, a stream must also wait for what kernels of others have done to a block.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -64,8 +65,9 @@ std::map<const char*, size_t> pinned;       // start and size
 std::map<const char*, size_t> blocks;       // device memory
 std::map<const char*, std::set<c10::StreamId>> allowed;  // streams that may use a block
 std::map<const char*, c10::StreamId> made_on;  // the stream that allocated a block
-// streams that used it, with the number of their last use
-std::map<const char*, std::map<c10::StreamId, int64_t>> used_on;
+// streams that used it, and those that wrote it, with the numbers of the last times
+std::map<const char*, std::map<c10::StreamId, int64_t>> used_on, written_on;
+bool is_watching = false;  // whether a stream has to wait for what others have written
 using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
 using Clock = std::map<StreamKey, int64_t>;
 std::map<StreamKey, Clock> waited;  // up to which work of others a stream has waited
@@ -147,9 +149,24 @@ bool is_capturing(DeviceIndex device) {
   return device == capturing && current_streams[device] == captured_stream;
 }
 
+// The current stream of a device uses a block. Returns whether it comes after what other streams
+// have written there and, if it writes, after what they have read.
+bool note_use(const void* pointer, DeviceIndex device, bool writes) {
+  auto block = containing(blocks, pointer);
+  if (block == blocks.end()) return true;
+  c10::StreamId stream = current_streams[device];
+  bool is_ordered = true;
+  for (auto [other, number] : writes ? used_on[block->first] : written_on[block->first])
+    is_ordered &= comes_after(device, stream, other, number);
+  used_on[block->first][stream] = ++work;
+  if (writes) written_on[block->first][stream] = work;
+  return is_ordered || !is_watching;
+}
+constexpr const char* UNORDERED = "a stream did not wait for another one that used the same memory";
+
 // A kernel uses a tensor: what is being copied into it has to be there. One without elements has an
 // address, but kernels skip it.
-void use(const at::Tensor& t) {
+void use(const at::Tensor& t, bool writes = false) {
   if (inside || !t.defined() || !t.is_cuda() || t.numel() == 0) return;
   std::lock_guard<std::recursive_mutex> lock(mutex);
   c10::StreamId stream = current_streams[t.device().index()];
@@ -160,8 +177,7 @@ void use(const at::Tensor& t) {
       land(copy);
     }
   if (is_capturing(t.device().index())) return;  // it only runs in replays
-  auto block = containing(blocks, t.storage().data());
-  if (block != blocks.end()) used_on[block->first][stream] = ++work;
+  TORCH_CHECK(note_use(t.storage().data(), t.device().index(), writes), UNORDERED);
 }
 
 void block_while_stuck() {
@@ -219,6 +235,7 @@ struct DeviceAllocator final : c10::Allocator {
           !comes_after(device_of[block->first], made_on[block->first], stream, number))
         failure = "memory was freed while a stream used it that was not recorded";
     used_on.erase(block->first);
+    written_on.erase(block->first);
     allowed.erase(block->first);
     if (in_flight.count(block->first)) {
       freed_in_flight.insert(pointer);
@@ -380,7 +397,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.numel() == 0) return self;
   auto to = host(self), from = host(source.detach());
   if (inside || (self.is_cuda() && source.is_cuda())) {
-    use(self);
+    use(self, true);
     use(source);
     Inside guard;
     if (self.is_cuda() && source.is_cuda() && self.device() != source.device()) ++peer_copies;
@@ -391,7 +408,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::Tensor& ours = self.is_cuda() ? source : self;
   if (non_blocking && is_pinned(ours.data_ptr()) && goes_at_once(self, source)) {
     std::lock_guard<std::recursive_mutex> lock(mutex);
-    use(self);
+    use(self, true);
     use(source);
     Inside guard;
     auto value = from.clone();
@@ -403,7 +420,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     return self;
   }
   wait_in_kernel(device, self.is_cuda() ? "copy to device" : "copy to host");
-  use(self);
+  use(self, true);
   use(source);
   Inside guard;
   to.copy_(from);
@@ -508,9 +525,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Device> device;
   bool waits_here = op.hasTag(at::Tag::data_dependent_output) ||
                     (op.hasTag(at::Tag::dynamic_output_shape) && !indexes);
-  auto check = [&](const at::Tensor& t) {
+  auto check = [&](const at::Tensor& t, bool writes) {
     if (!t.defined()) return;
-    use(t);
+    use(t, writes);
     if (t.is_cpu() && t.dim() > 0 && indexes) {
       waits_here = true;  // it is copied to the device
       return;
@@ -523,13 +540,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (t.is_cuda()) device = t.device();
   };
   auto arguments = torch::jit::last(*stack, schema.arguments().size());
-  for (const auto& value : arguments) {
-    if (value.isTensor()) check(value.toTensor());
+  for (size_t n = 0; n < arguments.size(); ++n) {
+    const auto& value = arguments[n];
+    const auto* alias = schema.arguments()[n].alias_info();
+    const bool writes = alias && alias->isWrite();
+    if (value.isTensor()) check(value.toTensor(), writes);
     if (value.isTensorList())
-      for (const at::Tensor& t : value.toTensorVector()) check(t);
+      for (const at::Tensor& t : value.toTensorVector()) check(t, writes);
     if (value.isOptionalTensorList())
       for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
-        if (t) check(*t);
+        if (t) check(*t, writes);
   }
   // batch norm writes to these, which its schema does not say, so their copies would be lost
   for (size_t n = 0; n < arguments.size(); ++n) {
@@ -542,13 +562,17 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   DeviceIndex index = device && device->is_cuda() ? device->index() : current;
   if (!inside && !latched.empty()) TORCH_CHECK(false, std::exchange(latched, ""));
   if (waits_here && !inside) wait_in_kernel(index, name);
-  Inside guard;
-  c10::DeviceGuard on(Device(DeviceType::CUDA, index));
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
-    DrawFrom generator(index);
+  {
+    Inside guard;
+    c10::DeviceGuard on(Device(DeviceType::CUDA, index));
+    std::optional<DrawFrom> generator;
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) generator.emplace(index);
     at::native::cpu_fallback(op, stack);
-  } else {
-    at::native::cpu_fallback(op, stack);
+  }
+  for (const auto& value : torch::jit::last(*stack, schema.returns().size())) {
+    if (value.isTensor()) use(value.toTensor(), true);
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) use(t, true);
   }
 }
 
@@ -729,15 +753,17 @@ void sim_end_use(const void* pointer) {
   void* start = const_cast<char*>(block->first);
   if (freed_in_flight.erase(start)) {
     used_on.erase(block->first);  // by those that waited since; its address may be used again
+    written_on.erase(block->first);
     blocks.erase(block);
     std::free(start);
   }
 }
 // The current stream of a device uses the memory at `pointer`.
-void sim_use(int device, const void* pointer) {
+void sim_use(int device, const void* pointer, int writes) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  auto block = containing(blocks, pointer);
-  if (block != blocks.end()) used_on[block->first][current_streams[device]] = ++work;
+  if (!note_use(pointer, device, writes)) failure = UNORDERED;
 }
+// From now on, it is an error if a stream does not wait for another one that used the same memory.
+void sim_watch_uses() { is_watching = true; }
 void sim_read(void* to, const void* from, int64_t size) { std::memcpy(to, from, size); }
 }

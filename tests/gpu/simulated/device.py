@@ -46,7 +46,7 @@ LIBRARY.sim_peak_bytes.restype = ctypes.c_int64
 LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
-LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p]
+LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
 LIBRARY.sim_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 

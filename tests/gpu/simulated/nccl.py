@@ -73,8 +73,8 @@ class Work:
 
         Only the stream that waits here knows when its memory is no longer in use.
         """
-        for pointer in (self._pointer, self._out.data_ptr()):
-            LIBRARY.sim_use(self._out.device.index, pointer)
+        for writes, pointer in enumerate((self._pointer, self._out.data_ptr())):
+            LIBRARY.sim_use(self._out.device.index, pointer, writes)
         while not self._is_done:
             state["pending"].pop(0)._do()
         return True
