@@ -1,7 +1,7 @@
 """Memory and time of a model that is sharded over the workers, beside FSDP2 and `run.shard`.
 
 usage: python -m benchmarks.sharded [--rounds 5] [--workers 4] [--width 768] [--blocks 12]
-           [--lanes 8] [--simulate 1024]
+           [--lanes 8] [--steps 5] [--contenders full zero1] [--simulate 1024]
 
 Trains a transformer (109.6 M parameters by default) with fused AdamW on the workers of this host,
 8 lanes of one text of 16 words. "full" is `run.replicate(shard="full")`, "step" the same with
@@ -18,7 +18,6 @@ import argparse
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +39,8 @@ HEADS: Final = 12
 WARM_UP: Final = 2  # steps
 SAMPLE_SECONDS: Final = 0.05
 ROWS: Final = {"cpu_s": "CPU s per step and worker", "wall_s": "seconds per step"}
+NUMBERS: Final = {"rounds": 5, "workers": 4, "width": 768, "blocks": 12, "steps": 5, "lanes": 8}
+SIZES: Final = ("width", "blocks", "steps", "lanes")  # those that a job gets
 
 
 class Block(nn.Module):
@@ -179,43 +180,42 @@ def measure(workers: int, contender: str, what: str, job: list[str]) -> dict[str
     return figures([*command, *job])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure all contenders in turn, or be one worker of a job."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--lanes", type=int, default=8)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--simulate", type=int, metavar="WORKERS")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--what", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.simulate:
-        model = Words(options.width, options.blocks)
-        print(sharded_plan.report(model, model.blocks, WORDS, options.simulate), flush=True)
-        return
-    size = options.width, options.blocks, options.steps, options.lanes
+    options = parser.parse_args(arguments)
+    sizes = {name: getattr(options, name) for name in SIZES}
     if options.job:
         torch.set_num_threads(1)
         clock = Clock(options.what)
         if options.job == "fsdp2":
-            train_fsdp2(clock, *size)
+            train_fsdp2(clock, **sizes)
         else:
-            train(options.job, clock, *size)
+            train(options.job, clock, **sizes)
         print(*(f"{name}={value:.3f}" for name, value in clock.figures().items()), flush=True)
         return
-    job = [f"--width={size[0]}", f"--blocks={size[1]}", f"--steps={size[2]}", f"--lanes={size[3]}"]
-
-    def contenders(what: str) -> dict[str, Callable[[], dict[str, float]]]:
-        return {
-            name: partial(measure, options.workers, name, what, job) for name in options.contenders
-        }
-
-    memory = turns.in_turn(contenders("memory"), 1)
-    timed = turns.in_turn(contenders("time"), options.rounds)
+    least = {"rounds": 1, "workers": 1, "steps": WARM_UP + 1, "lanes": options.workers}
+    for name, number in least.items():
+        if (value := getattr(options, name)) < number:
+            why = f", of which {WARM_UP} are not measured" if name == "steps" else ""
+            parser.error(f"--{name} must be at least {number}{why}, got {value}")
+    if options.width < 1 or options.width % HEADS:
+        parser.error(f"--width must be a multiple of {HEADS}, the heads, got {options.width}")
+    if options.simulate:
+        model = Words(options.width, options.blocks)
+        print(sharded_plan.report(model, model.blocks, WORDS, options.simulate), flush=True)
+        return
+    job, names = [f"--{name}={size}" for name, size in sizes.items()], options.contenders
+    memory, timed = (
+        turns.in_turn({n: partial(measure, options.workers, n, what, job) for n in names}, rounds)
+        for what, rounds in (("memory", 1), ("time", options.rounds))
+    )
     rows = {"MiB of a worker": turns.figure("mib", memory)}
     rows |= {title: turns.figure(name, timed) for name, title in ROWS.items()}
     print(turns.table(f"{options.workers} workers", rows), flush=True)

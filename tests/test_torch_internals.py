@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import numpy as np
@@ -550,7 +551,7 @@ def look_into_sharded_layers():
     assert copy.deepcopy(model) is True
     # a unit may be called before the root, and nothing is reduced
     model.first(torch.ones(1, 3)).sum().backward()
-    assert model.first.weight.grad is None
+    assert model.first.weight.grad is None, "FSDP2 shows gradients that wait for a reduction"
     with torch.no_grad():
         assert model.second.weight.to_local().data_ptr() == own.data_ptr()
         before = model(torch.ones(1, 3))
@@ -558,6 +559,16 @@ def look_into_sharded_layers():
         assert torch.equal(model(torch.ones(1, 3)), model.second.bias.to_local()[None])
         complete.copy_(own)
         assert torch.equal(model(torch.ones(1, 3)), before)
+    # a pass that failed is forgotten
+    hook, state = model.second.register_forward_pre_hook(lambda *_: 1 / 0), model._get_fsdp_state()
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 3))
+    hook.remove()
+    assert state._state_ctx.iter_forward_root is state
+    assert state._comm_ctx.post_forward_order
+    internals.end_passes(model)
+    assert state._state_ctx.iter_forward_root is None
+    assert not state._comm_ctx.post_forward_order
     assert model in internals.SHARDED
     kind, hooks = type(model), len(model._forward_pre_hooks)
     with internals.without_fsdp(model):
@@ -569,6 +580,39 @@ def look_into_sharded_layers():
     assert type(model) is kind
     assert len(model._forward_pre_hooks) == hooks
     assert torch.equal(model.first.weight.full_tensor(), values["first.weight"])
+
+
+# what `fully_shard_all`, `gather_in_place` and samestep.sharded use of FSDP2
+OF_FSDP = {
+    "torch.distributed.fsdp:FSDPModule": (
+        *("_get_fsdp_state", "reshard", "set_custom_all_gather", "set_requires_gradient_sync"),
+        *("set_reshard_after_backward", "set_reshard_after_forward", "unshard"),
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": (
+        "_fsdp_param_group",
+        "_lazy_init",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("wait_for_unshard",),
+    "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather": ("__call__", "allocate"),
+    "torch.distributed.tensor:DTensor": ("_local_tensor", "to_local"),
+}
+
+
+def missing_of_fsdp():
+    """Return the names of `OF_FSDP` that this torch does not have."""
+    return [
+        f"{owner}.{name}"
+        for owner, names in OF_FSDP.items()
+        for name in names
+        if not hasattr(resolve_name(owner), name)
+    ]
+
+
+@pytest.mark.skipif(not internals.can_shard_fully(), reason="needs PyTorch 2.9")
+def test_fsdp_has_the_names_that_sharded_models_use(monkeypatch):
+    assert missing_of_fsdp() == []
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
+    assert missing_of_fsdp() == ["torch.distributed.fsdp:FSDPModule._get_fsdp_state"]
 
 
 @pytest.mark.skipif(not internals.can_shard_fully(), reason="needs PyTorch 2.9")

@@ -602,6 +602,24 @@ def fully_shard_all(
     root._get_fsdp_state()._lazy_init()  # noqa: SLF001
 
 
+def end_passes(module: Any) -> None:
+    """Free what FSDP2 has gathered for a module, and forget passes through it that have failed.
+
+    It would go on with them: use what it has gathered ahead although parameters have changed since,
+    and gather without a wait of its streams for these changes.
+    """
+    state = module._get_fsdp_state()  # noqa: SLF001
+    group, idle = state._fsdp_param_group, type(state._training_state).IDLE  # noqa: SLF001
+    state._training_state, state._state_ctx.iter_forward_root = idle, None  # noqa: SLF001
+    state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
+    state._comm_ctx.post_forward_order.clear()  # noqa: SLF001
+    if group is not None:
+        group._training_state = idle  # noqa: SLF001
+        group._post_forward_indices.clear()  # noqa: SLF001
+        group.wait_for_unshard()  # for what was gathered ahead
+    module.reshard()
+
+
 def gather_in_place(parameter: Any, complete: Tensor, own: Tensor) -> None:
     """Let FSDP2 use memory that all workers share instead of gathering a sharded parameter.
 

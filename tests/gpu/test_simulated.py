@@ -74,6 +74,109 @@ def test_streams_wait_for_each_other_and_record_memory(gpus):
         gpus.call(streams, waits=True, records=False)
 
 
+FREES = {
+    "behind an event": ("use", "record", "wait", "free"),
+    "behind an event that another stream has passed on": ("use", "record", "pass on", "free"),
+    "without a wait": ("use", "record", "free"),
+    "before the wait": ("use", "record", "free", "wait"),
+    "behind an event of before": ("record", "use", "wait", "free"),
+    "behind an event of before that was passed on": ("record", "use", "pass on", "free"),
+    "behind a wait of another stream": ("use", "record", "other waits", "free"),
+    "behind an event of another stream": ("use", "record", "other's event", "free"),
+}
+
+
+def frees(*order):
+    """Use memory of the current stream in another one, and free it."""
+    own, user, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    left, event = [torch.ones(4, device="cuda")], None
+    for part in order:
+        if part == "use":
+            with torch.cuda.stream(user):
+                left[0].add_(1.0)
+        elif part == "record":
+            event = user.record_event()
+        elif part == "wait":
+            own.wait_event(event)
+        elif part == "free":
+            left.clear()
+        if part in {"pass on", "other waits"}:
+            third.wait_event(event)
+        if part in {"pass on", "other's event"}:
+            own.wait_stream(third)
+
+
+@pytest.mark.parametrize("name", FREES)
+def test_memory_is_freed_behind_the_uses_of_other_streams(name, gpus):
+    """CUDA's allocator reuses a block in the order of the stream that allocated it."""
+    if name in [*FREES][:2]:
+        gpus.call(frees, *FREES[name])
+    else:
+        with pytest.raises(AssertionError, match="freed while a stream used it"):
+            gpus.call(frees, *FREES[name])
+
+
+def used_in_turn(*order):
+    """Let the current stream and another one use the same memory."""
+    from tests.gpu.simulated.device import LIBRARY
+
+    LIBRARY.sim_watch_uses()
+    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    values = torch.ones(4, device="cuda")
+    values.record_stream(other)
+    other.wait_stream(own)
+    for part in order:
+        if part == "wait":
+            own.wait_stream(other)
+        with torch.cuda.stream(other if part.startswith("other") else own):
+            if part.endswith("writes"):
+                values.add_(1.0)
+            elif part.endswith("reads"):
+                values.sum()
+
+
+@pytest.mark.parametrize(
+    ("order", "is_right"),
+    [
+        (("other writes", "wait", "reads"), True),
+        (("other writes", "reads"), False),
+        (("other writes", "wait", "other writes", "reads"), False),
+        (("other reads", "reads"), True),
+        (("other reads", "writes"), False),
+        (("other reads", "wait", "writes"), True),
+        (("other writes", "other reads"), True),
+    ],
+)
+def test_streams_that_are_watched_wait_for_what_others_did(order, is_right, gpus):
+    if is_right:
+        gpus.call(used_in_turn, *order)
+    else:
+        with pytest.raises(AssertionError, match="a stream did not wait for another one"):
+            gpus.call(used_in_turn, *order)
+
+
+def resized(*, waits):
+    """Give a storage other sizes, as FSDP2 does, and free its memory, which another stream uses."""
+    storage, contents = torch.arange(4.0, device="cuda").untyped_storage(), []
+    for nbytes in (8, 16, 0, 12):
+        storage.resize_(nbytes)
+        contents.append(torch.empty(0, device="cuda").set_(storage).nan_to_num(9.0).tolist())
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.empty(0, device="cuda").set_(storage).fill_(1.0)
+    if waits:
+        torch.cuda.current_stream().wait_stream(other)
+    storage.resize_(0)
+    return contents
+
+
+def test_storages_get_other_sizes(gpus):
+    sizes = [[0.0, 1.0], [0.0, 1.0, 9.0, 9.0], [], [9.0] * 3]
+    assert gpus.call(resized, waits=True) == sizes
+    with pytest.raises(AssertionError, match="freed while a stream used it"):
+        gpus.call(resized, waits=False)
+
+
 def empty_use():
     """Let another stream use no element of a tensor, which then is freed."""
     unused = torch.ones(4, device="cuda")

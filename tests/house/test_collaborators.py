@@ -41,6 +41,8 @@ ALLOWED = {
     "step/guards.py *optimizer.*": "torch: what user code may not use between two updates",
     "torch_internals.py optimizer._opt_called": "torch: what a scheduler reads",
     "torch_internals.py parameter._local_tensor": "torch: FSDP2 itself changes local tensors",
+    "torch_internals.py *._training_state": "torch: FSDP2's own reset is in new versions only",
+    "torch_internals.py state._state_ctx.*": "torch: FSDP2's own reset is in new versions only",
     "torch_internals.py obj.__class__": "torch: FSDP2 itself changes the classes of modules",
     "sharded/model.py ctx.function": "torch: what an autograd function keeps for backward",
     "torch_internals.py kind.apply": "torch: a method that is checked from then on",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -274,6 +276,8 @@ def averaged(run, shard):
     optimizer = adamw(run, model)
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     plain, twin = AveragedModel(model), copy.deepcopy(model)  # equal weights; by hand
+    copy.deepcopy(model)
+    gc.collect()  # a copy may end before the run
     losses = []
     for batch in run.batches(texts(), 16, steps=4):
         run.backward(loss_fn, model, batch)
@@ -289,6 +293,37 @@ def averaged(run, shard):
     with torch.no_grad(), run.full_parameters(model):
         model.embedding.weight[0, :8] = torch.tensor(losses)
     return nn.ModuleList([model, mean.module, plain.module, twin])
+
+
+def fail(*_):
+    raise ValueError("planted")
+
+
+def fail_in_backward(_, __, out):
+    out.register_hook(fail)
+
+
+def failed(run, shard):
+    """Passes fail at a block on all workers, and blocks are called alone; training goes on."""
+    model = replicate(run, Words(), shard)
+    optimizer = adamw(run, model)
+    for number, batch in enumerate(run.batches(texts(), 16, steps=8)):
+        block, hook = model.blocks[1 + number % 2], None
+        if number in {1, 2, 4}:
+            hook = block.register_forward_pre_hook(fail)
+        elif number in {5, 6}:
+            hook = block.register_forward_hook(fail_in_backward)
+        with suppress(ValueError):
+            if number == 4:
+                run.evaluate(loss_fn, model, texts(20), 16)
+            run.backward(loss_fn, model, batch)
+        if hook is not None:
+            hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            block(torch.zeros(1, 20, device=model.embedding.weight.device))
+    return model
 
 
 def scaled(run, shard):
@@ -359,7 +394,7 @@ def adversaries(run, shard):
 
 JOBS = (
     tied, checkpoints, frozen, twice, partly, pictures, short, inline, accumulated, two_models,
-    joined, evaluated, adversaries, few, averaged, scaled,
+    joined, evaluated, adversaries, few, averaged, failed, scaled,
 )  # fmt: skip
 COMPILED = (compiled, inductor)
 

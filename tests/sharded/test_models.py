@@ -325,6 +325,15 @@ def units_alone(run):
     run.replicate(Words(), units=(Block,))
 
 
+def updated_in_a_block(run):
+    model = sharded(run)
+    optimizer = adamw(run, model)
+    for batch in run.batches(texts(), 8, steps=1):
+        run.backward(loss_fn, model, batch)
+        with run.full_parameters(model):
+            optimizer.step()
+
+
 def edited(run):
     model = sharded(run)
     optimizer = adamw(run, model)
@@ -359,6 +368,7 @@ def edited(run):
         (unknown_keep, ConfigError, "keep must be one of"),
         (unknown_shard, ConfigError, "shard must be 'full' or None"),
         (units_alone, ConfigError, "add shard='full'"),
+        (updated_in_a_block, ModelError, "leave the block before"),
         (edited, OptimizerError, "stored in slices"),
     ],
 )
@@ -422,7 +432,7 @@ def copies(workers_of_run):
         torch.manual_seed(1)
         model = sharded(run).eval()
         words = texts().tensors[0][:3]
-        with torch.no_grad(), run.full_parameters(model):
+        with torch.no_grad(), run.full_parameters(model), run.full_parameters(model):
             twin = copy.deepcopy(model)
             assert type(twin) is Words
             assert torch.equal(twin(words), model(words))

@@ -91,6 +91,7 @@ class StreamedSums(Overlap):
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
         self.trace.begin_step()
+        self._sharding.free()
         for unit in self._units:
             unit.begin_step()
         for model in self._models:

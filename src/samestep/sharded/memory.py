@@ -61,10 +61,10 @@ class GatherMemory:
             self._world.barrier(what)  # an error if others are elsewhere
         self._world.all_gather(out.view(-1), rows.view(-1), what)
 
-    def await_readers(self, what: str) -> None:
+    def await_readers(self) -> None:
         """Wait until no worker computes with the rows of this one any more. Collective."""
         if self._is_shared:
-            self._world.barrier_on_host(what)
+            self._world.barrier_on_host("changing parameters")
 
 
 class Boxes:

@@ -59,14 +59,11 @@ class ShardedModel:
         self.names = {name for name, _ in named[:-1]}
         self.units: list[Unit] = []
 
-        def allocate(module: Module) -> None:
-            materialize(module, sharding.device)
-
         modules = [module for _, module in named]
         fully_shard_all(
             modules,
             sharding.mesh,
-            before=allocate,
+            before=lambda module: materialize(module, sharding.device),
             after=lambda: sharding.memory.share([*model.parameters()]),
         )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -118,7 +115,7 @@ class ShardedModel:
                 part.set(values_of(part))
         unit = Unit(name, module, parts, sharding)
         for part in parts:
-            guard(part, unit.await_readers)
+            guard(part, sharding.await_readers)
         return unit
 
     def _before_forward(self, number: int, _: Module, args: Any, kwargs: Any) -> Any:
@@ -147,12 +144,7 @@ class ShardedModel:
         """Free what is gathered, and each unit from now on after each forward pass."""
         for unit in self.units:
             unit.hold(in_lane=False, in_step=False)
-        self.free()
-
-    def free(self) -> None:
-        """Free what is gathered: before parameters change, and at the end of a step."""
-        for unit in self.units:
-            unit.free()
+        self._sharding.free()
 
     @contextmanager
     def full(self) -> Iterator[None]:
@@ -160,7 +152,10 @@ class ShardedModel:
 
         All workers have to write the same.
         """
-        self.free()
+        if self.units[0] in self._sharding.whole:  # a block in a block
+            yield
+            return
+        self._sharding.free()
         unsharded: dict[int, Parameter] = {}  # by id of the sharded one
         for unit in self.units:
             unit.gather()
@@ -186,15 +181,17 @@ class ShardedModel:
         with without_fsdp(self.model):
             for registry, name, parameter in places:
                 registry[name] = unsharded[id(parameter)]
+            self._sharding.whole.update(self.units)
             try:
                 yield
             finally:
+                self._sharding.whole.difference_update(self.units)
                 for registry, name, parameter in places:
                     registry[name] = parameter
 
     def plain_copy(self, memo: dict[int, Any]) -> Module:
         """Return a plain copy of the model, with parameters on the meta device."""
-        self.free()
+        self._sharding.free()
         unsharded = {
             id(part.sharded): Parameter(
                 torch.empty(part.shape, dtype=part.segment.dtype, device="meta"),

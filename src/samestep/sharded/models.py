@@ -91,7 +91,7 @@ class ShardedModels:
                     "run.replicate(..., shard='full') changes which worker computes which lanes:"
                     " call it before run.shard and before the first step"
                 )
-            engine.take_turns(self._sums, self._free)
+            engine.take_turns(self._sums, self._sharding.free)
             engine.optimizers.checks.append(self._refuse_unsharded)
         sharded = self._divide(model, units, keep, None if weights is None else weights.of)
         engine.add(model, rules)
@@ -160,13 +160,13 @@ class ShardedModels:
                 f"this {type(optimizer).__name__} has parameters of a sharded model and others, of"
                 f" shape {tuple(others[0].shape)}: make an optimizer for each"
             )
-        return ShardedOptimizer(optimizer, self._parts, self._world, self._await_readers)
+        return ShardedOptimizer(optimizer, self._parts, self._world, self._sharding.await_readers)
 
     def state_of(self, item: object) -> ModelState | None:
         """Return what saves and loads a module with sharded parameters, None for other objects."""
         if not isinstance(item, Module) or not self._inside(item):
             return None
-        return ModelState(item, self._parts, self._await_readers)
+        return ModelState(item, self._parts, self._sharding.await_readers)
 
     @contextmanager
     def full(self, model: Module) -> Iterator[None]:
@@ -198,16 +198,6 @@ class ShardedModels:
             return new(parameters)
         inner = new([parameters[n] for n in others]) if others else None
         return StreamedSums([*used.values()], others, inner, self._sharding)
-
-    def _free(self) -> None:
-        """Free gathered parameters, which are no longer the current ones."""
-        for model in self._models.values():
-            model.free()
-
-    def _await_readers(self) -> None:
-        """Let no worker compute with parameters that are about to change. Collective."""
-        self._free()
-        self._world.barrier("changing parameters")
 
     def _refuse_unsharded(self, optimizer: optim.Optimizer) -> None:
         seals = self._engine.optimizers.seals

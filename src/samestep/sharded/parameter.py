@@ -113,8 +113,8 @@ def _computed(
     owners = [_ownership_of(name, tensors) for tensors in groups]
     is_in_place = name.endswith("_") and not name.endswith("__")
     changed = _changed_by(args[0] if is_each else args[:1]) if is_in_place else []
-    for await_readers in dict.fromkeys(ownership.await_readers for ownership in changed):
-        await_readers()
+    if changed:
+        changed[0].await_readers()  # those of all models of the run
     with torch.no_grad():
         plain = [
             [*map(_plain, arg)] if isinstance(arg, (list, tuple)) else _plain(arg) for arg in args

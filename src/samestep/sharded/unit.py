@@ -19,6 +19,7 @@ from samestep.sharded.memory import Boxes, GatherMemory, is_shared
 from samestep.sharded.parts import Part
 from samestep.sharded.trace import Trace
 from samestep.step.gradients import sum_dtype
+from samestep.torch_internals import end_passes
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Sharding:
     """What the units of a run have in common.
 
     `mesh` is FSDP2's, of all workers. Gradients and sums are rounded to `round_to`, None for the
-    parameters' own dtype. `units` are those of all models, by their numbers.
+    parameters' own dtype. `units` are those of all models, by their numbers, and `whole` those of
+    them whose modules have whole parameters now.
     """
 
     world: World
@@ -37,6 +39,23 @@ class Sharding:
     trace: Trace
     round_to: torch.dtype | None
     units: dict[int, Unit] = field(default_factory=dict)
+    whole: set[Unit] = field(default_factory=set)
+
+    def free(self) -> None:
+        """Free what is gathered of all models, of which a copy may have ended."""
+        for unit in self.units.values():
+            if unit not in self.whole and unit.module is not None:
+                unit.free()
+
+    def await_readers(self) -> None:
+        """Let no worker compute with parameters that are about to change. Collective."""
+        if self.whole:
+            raise ModelError(
+                "rows of sharded models cannot be changed in `with run.full_parameters(...)`, which"
+                " keeps what the whole parameters have at its end: leave the block before"
+            )
+        self.free()
+        self.memory.await_readers()
 
 
 class Unit:
@@ -52,8 +71,8 @@ class Unit:
         self._trace = sharding.trace
         self.number = len(self._trace.names)
         self._trace.names.append(name)
+        self.all_parts = parts  # also those that are not trained
         self.parts = [part for part in parts if part.unsharded.requires_grad]
-        self.frozen = [part for part in parts if not part.unsharded.requires_grad]
         dtypes = {part.unsharded.dtype for part in self.parts}
         if len(dtypes) > 1:
             raise ModelError(
@@ -81,11 +100,6 @@ class Unit:
         """The module."""
         return self._module()
 
-    @property
-    def all_parts(self) -> list[Part]:
-        """The parts, also those that are not trained."""
-        return [*self.parts, *self.frozen]
-
     def gather(self) -> None:
         """Gather the parameters."""
         self.module.unshard()
@@ -106,13 +120,8 @@ class Unit:
         self.module.set_reshard_after_backward(not in_step, recurse=False)
 
     def free(self) -> None:
-        """Free the parameters if they are gathered."""
-        self.module.reshard()
-
-    def await_readers(self) -> None:
-        """Let no worker compute with parameters that are about to change. Collective."""
-        self.free()
-        self._sharding.memory.await_readers(f"changing parameters of unit {self.name!r}")
+        """Free the parameters if they are gathered, outside of passes."""
+        end_passes(self.module)
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""

@@ -7,8 +7,10 @@
 // A device's memory is host memory, and its operations run at once with the CPU's kernels. What the
 // host may see of them is as late as CUDA permits: a copy without waiting lands when its target is
 // used or when the host waits, memory holds NaN before it is written and after it is freed, and each
-// wait of the host is counted. A stream must wait for the copies of another one before it uses them,
-// and memory that a stream other than its own used must not be freed without `record_stream`.
+// wait of the host is counted. A stream must wait for the copies of another one before it uses them.
+// Memory that another stream used may be freed only after `record_stream`, or once the stream that
+// allocated it has waited for an event behind that use: CUDA reuses it in the order of that stream.
+// With `sim_watch_uses`, a stream must also wait for what kernels of others have done to a block.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -55,16 +57,21 @@ thread_local c10::StreamId current_streams[MAX_DEVICES] = {};
 thread_local std::string latched;  // an error that the runtime returned: the next kernel has it, too
 thread_local int inside = 0;  // of a kernel: its own copies are no waits
 std::vector<Copy> copies;
-int64_t copy_number = 0;
+int64_t work = 0;  // the number of the last copy, use or event, in all streams
 std::vector<std::string> waits;
 bool stuck = false;
 std::string failure;
 std::map<const char*, size_t> pinned;       // start and size
 std::map<const char*, size_t> blocks;       // device memory
 std::map<const char*, std::set<c10::StreamId>> allowed;  // streams that may use a block
-std::map<const char*, std::set<c10::StreamId>> used_on;  // streams that used it
-// up to which copy of a stream (last) another stream of a device (first) has waited
-std::map<std::tuple<DeviceIndex, c10::StreamId, c10::StreamId>, int64_t> waited;
+std::map<const char*, c10::StreamId> made_on;  // the stream that allocated a block
+// streams that used it, and those that wrote it, with the numbers of the last times
+std::map<const char*, std::map<c10::StreamId, int64_t>> used_on, written_on;
+bool is_watching = false;  // whether a stream has to wait for what others have written
+using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
+using Clock = std::map<StreamKey, int64_t>;
+std::map<StreamKey, Clock> waited;  // up to which work of others a stream has waited
+std::map<int64_t, Clock> events;  // up to which work each stream is before an event, by its number
 std::map<const char*, int> in_flight;       // used by collectives, by start of the block
 std::set<void*> freed_in_flight;
 size_t pinned_bytes = 0;                    // as reserved: powers of two, like CUDA's allocator
@@ -115,11 +122,9 @@ bool same_bytes(const at::Tensor& left, const at::Tensor& right) {
   return std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
 }
 
-// Whether what a stream does next comes after a copy.
-bool comes_after(const Copy& copy, c10::StreamId stream) {
-  if (copy.stream == stream) return true;
-  auto found = waited.find({copy.device, stream, copy.stream});
-  return found != waited.end() && found->second >= copy.number;
+// Whether what a stream does next comes after some work of another one of its device.
+bool comes_after(DeviceIndex device, c10::StreamId stream, c10::StreamId other, int64_t number) {
+  return stream == other || waited[{device, stream}][{device, other}] >= number;
 }
 
 // Complete the copies up to a number of a device, or of a stream; the host has waited for them.
@@ -128,7 +133,7 @@ void complete(DeviceIndex device, int64_t up_to, std::optional<c10::StreamId> st
   Inside guard;
   bool changed = false;
   for (auto copy = copies.begin(); copy != copies.end();) {
-    bool is_awaited = !stream || comes_after(*copy, *stream);
+    bool is_awaited = !stream || comes_after(device, *stream, copy->stream, copy->number);
     if (copy->device != device || copy->number > up_to || !is_awaited) {
       ++copy;
       continue;
@@ -144,20 +149,35 @@ bool is_capturing(DeviceIndex device) {
   return device == capturing && current_streams[device] == captured_stream;
 }
 
+// The current stream of a device uses a block. Returns whether it comes after what other streams
+// have written there and, if it writes, after what they have read.
+bool note_use(const void* pointer, DeviceIndex device, bool writes) {
+  auto block = containing(blocks, pointer);
+  if (block == blocks.end()) return true;
+  c10::StreamId stream = current_streams[device];
+  bool is_ordered = true;
+  for (auto [other, number] : writes ? used_on[block->first] : written_on[block->first])
+    is_ordered &= comes_after(device, stream, other, number);
+  used_on[block->first][stream] = ++work;
+  if (writes) written_on[block->first][stream] = work;
+  return is_ordered || !is_watching;
+}
+constexpr const char* UNORDERED = "a stream did not wait for another one that used the same memory";
+
 // A kernel uses a tensor: what is being copied into it has to be there. One without elements has an
 // address, but kernels skip it.
-void use(const at::Tensor& t) {
+void use(const at::Tensor& t, bool writes = false) {
   if (inside || !t.defined() || !t.is_cuda() || t.numel() == 0) return;
   std::lock_guard<std::recursive_mutex> lock(mutex);
   c10::StreamId stream = current_streams[t.device().index()];
   for (auto& copy : copies)
     if (!copy.landed && copy.target.storage().data() == t.storage().data()) {
-      TORCH_CHECK(comes_after(copy, stream), "a stream used a tensor without waiting for its copy");
+      TORCH_CHECK(comes_after(copy.device, stream, copy.stream, copy.number),
+                  "a stream used a tensor without waiting for its copy");
       land(copy);
     }
   if (is_capturing(t.device().index())) return;  // it only runs in replays
-  auto block = containing(blocks, t.storage().data());
-  if (block != blocks.end()) used_on[block->first].insert(stream);
+  TORCH_CHECK(note_use(t.storage().data(), t.device().index(), writes), UNORDERED);
 }
 
 void block_while_stuck() {
@@ -197,6 +217,7 @@ struct DeviceAllocator final : c10::Allocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     blocks[static_cast<char*>(pointer)] = rounded;
     allowed[static_cast<char*>(pointer)] = {current_streams[current]};
+    made_on[static_cast<char*>(pointer)] = current_streams[current];
     // a graph replays in any stream
     if (is_capturing(current)) allowed[static_cast<char*>(pointer)].insert(0);
     device_of[static_cast<char*>(pointer)] = current;
@@ -209,10 +230,12 @@ struct DeviceAllocator final : c10::Allocator {
     auto block = blocks.find(static_cast<char*>(pointer));
     std::memset(pointer, GARBAGE, block->second);  // as if another tensor used it
     used_bytes[device_of[block->first]] -= block->second;
-    for (auto stream : used_on[block->first])
-      if (!allowed[block->first].count(stream))
+    for (auto [stream, number] : used_on[block->first])
+      if (!allowed[block->first].count(stream) &&
+          !comes_after(device_of[block->first], made_on[block->first], stream, number))
         failure = "memory was freed while a stream used it that was not recorded";
     used_on.erase(block->first);
+    written_on.erase(block->first);
     allowed.erase(block->first);
     if (in_flight.count(block->first)) {
       freed_in_flight.insert(pointer);
@@ -374,7 +397,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.numel() == 0) return self;
   auto to = host(self), from = host(source.detach());
   if (inside || (self.is_cuda() && source.is_cuda())) {
-    use(self);
+    use(self, true);
     use(source);
     Inside guard;
     if (self.is_cuda() && source.is_cuda() && self.device() != source.device()) ++peer_copies;
@@ -385,7 +408,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::Tensor& ours = self.is_cuda() ? source : self;
   if (non_blocking && is_pinned(ours.data_ptr()) && goes_at_once(self, source)) {
     std::lock_guard<std::recursive_mutex> lock(mutex);
-    use(self);
+    use(self, true);
     use(source);
     Inside guard;
     auto value = from.clone();
@@ -393,11 +416,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
       from = value;  // later kernels may change the device's memory
       std::memset(self.data_ptr(), GARBAGE, self.nbytes());
     }
-    copies.push_back({++copy_number, device, current_streams[device], to, from, value, false});
+    copies.push_back({++work, device, current_streams[device], to, from, value, false});
     return self;
   }
   wait_in_kernel(device, self.is_cuda() ? "copy to device" : "copy to host");
-  use(self);
+  use(self, true);
   use(source);
   Inside guard;
   to.copy_(from);
@@ -502,9 +525,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Device> device;
   bool waits_here = op.hasTag(at::Tag::data_dependent_output) ||
                     (op.hasTag(at::Tag::dynamic_output_shape) && !indexes);
-  auto check = [&](const at::Tensor& t) {
+  auto check = [&](const at::Tensor& t, bool writes) {
     if (!t.defined()) return;
-    use(t);
+    use(t, writes);
     if (t.is_cpu() && t.dim() > 0 && indexes) {
       waits_here = true;  // it is copied to the device
       return;
@@ -517,13 +540,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (t.is_cuda()) device = t.device();
   };
   auto arguments = torch::jit::last(*stack, schema.arguments().size());
-  for (const auto& value : arguments) {
-    if (value.isTensor()) check(value.toTensor());
+  for (size_t n = 0; n < arguments.size(); ++n) {
+    const auto& value = arguments[n];
+    const auto* alias = schema.arguments()[n].alias_info();
+    const bool writes = alias && alias->isWrite();
+    if (value.isTensor()) check(value.toTensor(), writes);
     if (value.isTensorList())
-      for (const at::Tensor& t : value.toTensorVector()) check(t);
+      for (const at::Tensor& t : value.toTensorVector()) check(t, writes);
     if (value.isOptionalTensorList())
       for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
-        if (t) check(*t);
+        if (t) check(*t, writes);
   }
   // batch norm writes to these, which its schema does not say, so their copies would be lost
   for (size_t n = 0; n < arguments.size(); ++n) {
@@ -536,13 +562,17 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   DeviceIndex index = device && device->is_cuda() ? device->index() : current;
   if (!inside && !latched.empty()) TORCH_CHECK(false, std::exchange(latched, ""));
   if (waits_here && !inside) wait_in_kernel(index, name);
-  Inside guard;
-  c10::DeviceGuard on(Device(DeviceType::CUDA, index));
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
-    DrawFrom generator(index);
+  {
+    Inside guard;
+    c10::DeviceGuard on(Device(DeviceType::CUDA, index));
+    std::optional<DrawFrom> generator;
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) generator.emplace(index);
     at::native::cpu_fallback(op, stack);
-  } else {
-    at::native::cpu_fallback(op, stack);
+  }
+  for (const auto& value : torch::jit::last(*stack, schema.returns().size())) {
+    if (value.isTensor()) use(value.toTensor(), true);
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) use(t, true);
   }
 }
 
@@ -637,7 +667,14 @@ const char* sim_wait(int device, const char* reason, int64_t up_to, int64_t stre
   return nullptr;
 }
 
-int64_t sim_record() { return copy_number; }
+// Returns the number of an event behind what a stream has done so far.
+int64_t sim_record(int device, int64_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  StreamKey key(device, stream);
+  events[++work] = waited[key];
+  events[work][key] = work;
+  return work;
+}
 
 int sim_is_done(int device, int64_t up_to, int64_t stream) {
   if (stuck) return 0;
@@ -651,11 +688,11 @@ int64_t sim_exchange_stream(int device, int64_t stream) {
   return before;
 }
 
-// What `stream` does from now on comes after the copies of `other` up to a number.
-void sim_stream_wait(int device, int64_t stream, int64_t other, int64_t up_to) {
+// What a stream does from now on comes after an event.
+void sim_stream_wait(int device, int64_t stream, int64_t event) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  auto& number = waited[{device, stream, other}];
-  number = std::max(number, up_to);
+  auto& clock = waited[{device, stream}];
+  for (auto [other, number] : events[event]) clock[other] = std::max(clock[other], number);
 }
 
 // From now on, kernels of a stream of a device are captured; with -1, none.
@@ -682,6 +719,16 @@ int sim_is_stuck() { return stuck; }
 void sim_fail(const char* message) { failure = message; }
 void sim_latch(const char* message) { latched = message; }
 
+// Give a storage another size, as torch does in a CUDA build only.
+void sim_resize(c10::StorageImpl* storage, int64_t nbytes) {
+  c10::DeviceGuard on(storage->device());
+  auto memory = device_allocator.allocate(nbytes);
+  if (size_t kept = std::min<size_t>(storage->nbytes(), nbytes))
+    std::memcpy(memory.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(memory));
+  storage->set_nbytes(nbytes);
+}
+
 int64_t sim_pinned_bytes() { return static_cast<int64_t>(pinned_bytes); }
 void sim_register(char* pointer, int64_t size) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -706,15 +753,17 @@ void sim_end_use(const void* pointer) {
   void* start = const_cast<char*>(block->first);
   if (freed_in_flight.erase(start)) {
     used_on.erase(block->first);  // by those that waited since; its address may be used again
+    written_on.erase(block->first);
     blocks.erase(block);
     std::free(start);
   }
 }
 // The current stream of a device uses the memory at `pointer`.
-void sim_use(int device, const void* pointer) {
+void sim_use(int device, const void* pointer, int writes) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  auto block = containing(blocks, pointer);
-  if (block != blocks.end()) used_on[block->first].insert(current_streams[device]);
+  if (!note_use(pointer, device, writes)) failure = UNORDERED;
 }
+// From now on, it is an error if a stream does not wait for another one that used the same memory.
+void sim_watch_uses() { is_watching = true; }
 void sim_read(void* to, const void* from, int64_t size) { std::memcpy(to, from, size); }
 }

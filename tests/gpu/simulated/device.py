@@ -31,11 +31,12 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 LIBRARY.sim_wait.restype = ctypes.c_char_p
 LIBRARY.sim_wait.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
 LIBRARY.sim_record.restype = ctypes.c_int64
+LIBRARY.sim_record.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_is_done.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 LIBRARY.sim_exchange_stream.restype = ctypes.c_int64
 LIBRARY.sim_exchange_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
 LIBRARY.sim_capture.argtypes = [ctypes.c_int, ctypes.c_int64]
-LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3]
+LIBRARY.sim_stream_wait.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 LIBRARY.sim_wait_reason.restype = ctypes.c_char_p
 LIBRARY.sim_failure.restype = ctypes.c_char_p
 LIBRARY.sim_fail.argtypes = LIBRARY.sim_latch.argtypes = [ctypes.c_char_p]
@@ -45,7 +46,8 @@ LIBRARY.sim_peak_bytes.restype = ctypes.c_int64
 LIBRARY.sim_register.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_unregister.argtypes = [ctypes.c_void_p]
 LIBRARY.sim_begin_use.argtypes = LIBRARY.sim_end_use.argtypes = [ctypes.c_void_p]
-LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p]
+LIBRARY.sim_use.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+LIBRARY.sim_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 LIBRARY.sim_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
 # torch before 2.8 has another one
@@ -161,7 +163,8 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or _current_stream()
-        self._number, self._asked, self._is_done = LIBRARY.sim_record(), False, False
+        self._number = LIBRARY.sim_record(self._stream.device_index, self._stream.stream_id)
+        self._asked, self._is_done = False, False
         self._time = time.perf_counter()
 
     def query(self) -> bool:
@@ -191,9 +194,7 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         if self._stream is not None:
             stream = stream or _current_stream()
-            LIBRARY.sim_stream_wait(
-                stream.device_index, stream.stream_id, self._stream.stream_id, self._number
-            )
+            LIBRARY.sim_stream_wait(stream.device_index, stream.stream_id, self._number)
 
 
 class Stream(torch.Stream):
@@ -209,7 +210,7 @@ class Stream(torch.Stream):
         _wait(self.device_index, "stream", stream=self.stream_id)
 
     def query(self) -> bool:
-        number = LIBRARY.sim_record()
+        number = LIBRARY.sim_record(self.device_index, self.stream_id)
         return bool(LIBRARY.sim_is_done(self.device_index, number, self.stream_id))
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -219,6 +220,9 @@ class Stream(torch.Stream):
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        stream.record_event().wait(self)
 
 
 def _current_stream(device: object = None) -> Stream:
@@ -271,8 +275,19 @@ def _get_device_properties(device: object = None) -> SimpleNamespace:
     )
 
 
+_resize = torch.UntypedStorage.resize_
+
+
+def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize(storage, nbytes)
+    LIBRARY.sim_resize(storage._cdata, nbytes)
+    return storage
+
+
 def install() -> None:
-    """Replace what `torch.cuda` asks a driver."""
+    """Replace what `torch.cuda` asks a driver, and what a CPU build cannot do with its memory."""
+    torch.UntypedStorage.resize_ = _resize_storage
     simulated = {
         "is_available": _is_available,
         "is_initialized": _is_initialized,

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tests.gpu.simulated import FAILS_AT, FAILURE, HANGS_AT
 from tests.gpu.simulated.device import LIBRARY, AcceleratorError
 
+__name__ = "torch.distributed.simulated"  # for what looks whose code begins a collective
+
 ABORT_TEXT = (
     "[rank%d]: Watchdog caught collective operation timeout: WorkNCCL ran for longer than its "
     "limit; to avoid data inconsistency, we are taking the entire process down.\n"
@@ -71,8 +73,8 @@ class Work:
 
         Only the stream that waits here knows when its memory is no longer in use.
         """
-        for pointer in (self._pointer, self._out.data_ptr()):
-            LIBRARY.sim_use(self._out.device.index, pointer)
+        for writes, pointer in enumerate((self._pointer, self._out.data_ptr())):
+            LIBRARY.sim_use(self._out.device.index, pointer, writes)
         while not self._is_done:
             state["pending"].pop(0)._do()
         return True
