@@ -80,8 +80,9 @@ def test_every_page_of_the_newest_release_has_a_latest_address(tmp_path):
 
 
 def git(repository, *arguments):
-    author = ("-c", "user.name=one", "-c", "user.email=one@localhost")
-    command = ["git", "-C", str(repository), *author, *arguments]
+    values = ("user.name=one", "user.email=one@localhost", "commit.gpgsign=no", "tag.gpgsign=no")
+    settings = [word for value in values for word in ("-c", value)]
+    command = ["git", "-C", str(repository), *settings, *arguments]
     subprocess.run(command, check=True, capture_output=True)
 
 

@@ -8,11 +8,13 @@ import shlex
 import shutil
 import subprocess
 from importlib.metadata import metadata, requires, version
+from importlib.util import find_spec
 
 import pytest
 import yaml
 
 from tests.docs.blocks import ROOT
+from tests.needs import needs
 
 # packages that conda calls otherwise
 CONDA_NAMES = {"torch": "pytorch", "xxhash": "python-xxhash"}
@@ -51,6 +53,31 @@ def test_the_conda_recipe_has_the_version_and_the_dependencies_of_pyproject():
         r"^samestep = \"(.*)\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
     assert recipe["build"]["python"]["entry_points"] == [f"samestep = {script}"]
+
+
+def rendered(text, platform, folder):
+    """Return what rattler-build makes of a recipe, without the packages that it names."""
+    from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, VariantConfig
+
+    recipe = Stage0Recipe.from_yaml(text, recipe_dir=folder)
+    platform = PlatformConfig(target_platform=platform)
+    (variant,) = recipe.render(VariantConfig(), RenderConfig(platform))
+    return variant.recipe.to_dict()
+
+
+@pytest.mark.parametrize("platform", ["linux-64", "linux-aarch64"])
+def test_rattler_build_reads_the_conda_recipe_as_it_is_meant(platform, tmp_path):
+    needs("rattler_build", is_present=find_spec("rattler_build") is not None)
+    text = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    recipe, meant = rendered(text, platform, tmp_path), conda_recipe()
+    for part in ("package", "requirements"):
+        assert recipe[part] == meant[part]
+    assert recipe["build"]["noarch"] == "python"
+    assert recipe["build"]["python"] == meant["build"]["python"]
+    assert [*recipe["tests"][0]] == ["python"]
+    for wrong in ("noarchs: python", "noarch: pyhton"):
+        with pytest.raises(Exception, match=r"noarchs|pyhton"):
+            rendered(text.replace("noarch: python", wrong), platform, tmp_path)
 
 
 def instructions():
