@@ -93,6 +93,7 @@ def repository(tmp_path):
     docs = folder / "docs"
     (docs / "deep").mkdir(parents=True)
     (folder / "src").mkdir()
+    (folder / "link").symlink_to("/elsewhere")
     for name in ("conf.py", "site.css", "versions.js", "llms.txt"):
         shutil.copy(ROOT / "docs" / name, docs)
     with (docs / "conf.py").open("a") as file:

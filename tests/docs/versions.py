@@ -97,7 +97,7 @@ def _pages(folder: Path) -> list[str]:
 def _build(name: str, archive: bytes, folder: Path) -> Path:
     """Return the folder with the pages of a version, whose files are in a tar archive."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(folder / "source", filter="data")
+        files.extractall(folder / "source", filter="tar")  # links may lead anywhere
     # docs/conf.py knows the installed version only
     settings = (f"version={name}", f"release={name}", f"html_title=samestep {name}")
     options = [word for setting in settings for word in ("-D", setting)]
