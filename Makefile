@@ -8,7 +8,7 @@ PIP := .ci/with-progress $(VENV) $(BIN)/python -m pip install --no-compile --dis
 IF_REPLACED := $(if $(wildcard $(VENV)/lib/python*/site-packages/*samestep.pth),,again)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-core test-long test-cuda-build test-gpu models integrations versions lint check docs pictures bench bench-more again clean
+.PHONY: help demo test test-core test-long test-cuda-build test-gpu models integrations versions lint check docs docs-versions pictures bench bench-more again clean
 .NOTPARALLEL:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make versions    run the tests on every Python found, and with the lowest versions of dependencies: about fifteen minutes each on two cores'
 	@echo 'make check       check style, types and imports (make lint), links and public names'
 	@echo 'make docs        build the documentation site in docs/_build/html'
+	@echo 'make docs-versions  build the site of each release and of main into docs/_build/versions'
 	@echo 'make pictures    train the runs in docs/screenshots and take their pictures: about five minutes on two cores'
 	@echo 'make bench       benchmark four jobs against seven other implementations: about twenty minutes on two cores'
 	@echo 'make bench-more  run the remaining benchmarks (start, recovery, snapshots, scaling): about forty minutes'
@@ -80,6 +81,9 @@ check: lint
 docs: $(VENV)/ready-docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
 	@echo 'open docs/_build/html/index.html'
+
+docs-versions: $(VENV)/ready-docs
+	$(BIN)/python -m tests.docs.versions docs/_build/versions
 
 pictures: $(VENV)/ready-dev
 	$(BIN)/python -m tests.watch.browser.screenshots docs/screenshots

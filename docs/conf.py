@@ -33,9 +33,11 @@ maximum_signature_line_length = 80  # longer signatures have one line per parame
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 html_theme = "furo"
-html_static_path = html_css_files = ["site.css"]
+html_static_path = ["site.css", "versions.js"]
+html_css_files = ["site.css"]
+html_js_files = [("versions.js", {"defer": "defer"})]
 html_extra_path = ["llms.txt"]  # for coding assistants
-html_title = "samestep"
+html_title = f"samestep {version}"
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
 

@@ -1,6 +1,7 @@
 """Run the tests with other versions of Python, torch and all dependencies.
 
 usage: python -m tests.versions [--python 3.10 3.13] [--torch 2.6.0 2.13.0] [-- ARGS]
+       python -m tests.versions --resolve [--python 3.10 3.13]
 
 By default this takes every Python that uv or pyenv has and pyproject.toml allows, and the torch of
 this environment, in the same build: a CUDA build is several gigabytes. The newest versions of
@@ -8,17 +9,24 @@ everything else are used, and with the first Python that has such a build of tor
 that pyproject.toml allows. A Python without one runs only the tests that need no torch. Each
 combination gets an environment of its own, which is removed afterwards. ARGS are passed to pytest.
 The status is 1 if tests fail with any of the combinations.
+
+With `--resolve`, nothing is installed or run. It prints which torch each extra would get on each
+Python and platform, and among how many packages, by the metadata of the index alone: with the
+lowest versions that pyproject.toml allows, and with the newest. The status is 1 if any combination
+has no solution, or only one that needs a compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import metadata, version
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +62,8 @@ TORCH_FREE = (
     "--deselect=tests/tools/test_doctor.py::test_gpus_are_counted_by_the_driver_and_by_torch",
     "--deselect=tests/record/test_events.py::test_a_newer_format_is_refused_with_the_version_to_install",
 )
+RESOLUTIONS = ("lowest-direct", "highest")
+PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
 FAILURES = {"failed", "not installed", "no environment"}
 
 
@@ -67,11 +77,17 @@ def main() -> int:
     same = [version("torch")]
     parser.add_argument("--python", nargs="+", default=pythons, help="default: %(default)s")
     parser.add_argument("--torch", nargs="+", default=same, help="default: %(default)s")
+    parser.add_argument("--resolve", action="store_true", help="install and run nothing")
     parser.add_argument("args", nargs="*", help="for pytest")
     options = parser.parse_args()
+    if options.resolve:
+        extras = metadata("samestep").get_all("Provides-Extra")
+        combinations = product(options.python, PLATFORMS, RESOLUTIONS, extras)
+        resolved = [_resolves(*combination) for combination in combinations]
+        return int(not all(resolved))
     outcomes = {}
     for torch in options.torch:
-        resolutions = ["lowest-direct", "highest"]
+        resolutions = [*RESOLUTIONS]
         for python in options.python:
             has_torch = _has_build(python, torch)
             for resolution in resolutions if has_torch else ["highest"]:
@@ -88,6 +104,25 @@ def main() -> int:
             resolutions = ["highest"] if has_torch else resolutions
     _print("".join(f"\n{title}: {outcome}" for title, outcome in outcomes.items()) + "\n")
     return int(not FAILURES.isdisjoint(outcomes.values()))
+
+
+def _resolves(python: str, platform: str, resolution: str, extra: str) -> bool:
+    """Print what an extra would get from the index, and return whether it can be installed."""
+    options = ("--python-version", python, "--python-platform", platform)
+    options += ("--resolution", resolution, "--no-build", "--quiet", "--no-header", "--no-annotate")
+    done = subprocess.run(
+        (UV, "pip", "compile", *options, "--extra", extra, "pyproject.toml"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE))
+    outcome = f"torch {found.get('torch')} among {len(found)} packages"
+    if done.returncode:
+        outcome = f"no solution\n{done.stderr}"
+    _print(f"Python {python}, {platform}, {resolution}, {extra}: {outcome}\n")
+    return done.returncode == 0
 
 
 def _tested(

@@ -45,6 +45,7 @@ LONG_PAGES = (
     "docs/verify",
 )
 MOST_LINES = 300
+MOST_FIRST_LINES = 5
 # pages with more lines, and why
 LONGER = {
     "docs/loops.md": "ten programs, each before and after, with their generated differences",
@@ -103,6 +104,14 @@ def test_pages_are_short():
         for page in pages
         if len(page.read_text().splitlines()) > MOST_LINES
     } == set(LONGER)
+
+
+def test_pages_begin_with_the_idea_in_at_most_five_lines():
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            first = page.read_text().split("\n\n")[1]
+            assert not first.startswith(("#", "-", "|", "```", "!", "<")), page
+            assert len(first.splitlines()) <= MOST_FIRST_LINES, page
 
 
 def test_lines_of_blocks_fit_100_columns():

@@ -8,17 +8,18 @@ import shlex
 import shutil
 import subprocess
 from importlib.metadata import metadata, requires, version
+from importlib.util import find_spec
 
 import pytest
 import yaml
 
 from tests.docs.blocks import ROOT
+from tests.needs import needs
 
 # packages that conda calls otherwise
 CONDA_NAMES = {"torch": "pytorch", "xxhash": "python-xxhash"}
-BUILD_SYSTEM = re.search(
-    r"\[build-system\]\nrequires = (\[.*\])", (ROOT / "pyproject.toml").read_text()
-)
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+BUILD_SYSTEM = re.search(r"\[build-system\]\nrequires = (\[.*\])", PYPROJECT)
 
 
 def conda_recipe():
@@ -47,10 +48,33 @@ def test_the_conda_recipe_has_the_version_and_the_dependencies_of_pyproject():
     assert set(recipe["requirements"]["host"]) == host
     assert recipe["about"]["summary"] == metadata("samestep")["Summary"]
     assert recipe["about"]["license"] == metadata("samestep")["License-Expression"]
-    (script,) = re.findall(
-        r"^samestep = \"(.*)\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
+    (script,) = re.findall(r"^samestep = \"(.*)\"", PYPROJECT, re.MULTILINE)
     assert recipe["build"]["python"]["entry_points"] == [f"samestep = {script}"]
+
+
+def rendered(text, platform, folder):
+    """Return what rattler-build makes of a recipe, without the packages that it names."""
+    from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, VariantConfig
+
+    recipe = Stage0Recipe.from_yaml(text, recipe_dir=folder)
+    platform = PlatformConfig(target_platform=platform)
+    (variant,) = recipe.render(VariantConfig(), RenderConfig(platform))
+    return variant.recipe.to_dict()
+
+
+@pytest.mark.parametrize("platform", ["linux-64", "linux-aarch64"])
+def test_rattler_build_reads_the_conda_recipe_as_it_is_meant(platform, tmp_path):
+    needs("rattler_build", is_present=find_spec("rattler_build") is not None)
+    text = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    recipe, meant = rendered(text, platform, tmp_path), conda_recipe()
+    for part in ("package", "requirements"):
+        assert recipe[part] == meant[part]
+    assert recipe["build"]["noarch"] == "python"
+    assert recipe["build"]["python"] == meant["build"]["python"]
+    assert [*recipe["tests"][0]] == ["python"]
+    for wrong in ("noarchs: python", "noarch: pyhton"):
+        with pytest.raises(Exception, match=r"noarchs|pyhton"):
+            rendered(text.replace("noarch: python", wrong), platform, tmp_path)
 
 
 def instructions():
@@ -67,8 +91,10 @@ def test_the_image_has_files_of_this_repository_and_runs_without_root():
         source for name, rest in steps if name == "COPY" for source in shlex.split(rest)[:-1]
     ]
     assert [source for source in sources if not (ROOT / source).exists()] == []
-    needed = {"pyproject.toml", "README.md", "LICENSE", "src", "recipes"}  # to build the wheel
-    assert needed <= set(sources)
+    (packed,) = re.findall(r"^only-include = (\[.*\])", PYPROJECT, re.MULTILINE)
+    folders = {path.partition("/")[0] for path in json.loads(packed)}
+    # to build the wheel, which leaves out folders that are missing
+    assert {"pyproject.toml", "README.md", "LICENSE", *folders} <= set(sources)
     user = names.index("USER")
     assert "root" not in steps[user][1]
     assert steps[user][1] != "0"
@@ -94,3 +120,7 @@ def test_podman_builds_the_image_and_it_trains():
         check=True,
     )
     assert "accuracy" in trained.stdout
+    for command, start in (("samestep skill", "---\nname: samestep"), ("id --user", "1000")):
+        run = ["podman", "run", "--rm", "samestep-test", *command.split()]
+        printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        assert printed.startswith(start)
