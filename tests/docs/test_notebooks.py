@@ -14,7 +14,6 @@ def test_a_notebook_is_written_from_its_script(script):
     assert script.with_suffix(".ipynb").read_text() == written(script), again
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_notebook_runs(script, tmp_path):
     client = NotebookClient(
