@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import os
 import pickle
@@ -204,6 +205,7 @@ def _work(
     report: Path,
     stack: Path,
 ) -> None:
+    gc.freeze()  # garbage of earlier tests may wait for its threads, which a fork does not have
     os.setpgrp()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
