@@ -53,7 +53,7 @@ class GatherMemory:
             gather_in_place(parameter, complete.flatten(0, 1), rows[rank])
 
     def gather(self, out: Tensor, rows: Tensor, what: str) -> None:
-        """Fill `out` with the rows of all workers, by rank; `own` is this worker's part of it."""
+        """Fill `out` with the `rows` of all workers, by rank."""
         if self._is_shared:
             self._world.barrier_on_host(what)
             return
