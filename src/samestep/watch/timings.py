@@ -322,7 +322,7 @@ def seconds_of(worker: Mapping[str, Any]) -> list[float]:
 
 
 def worker_rows(
-    start: Mapping[str, Any], timings: Timings, *, is_strided: bool = False
+    start: Mapping[str, Any], timings: Timings, *, is_strided: bool
 ) -> list[dict[str, Any]]:
     """Return the rank, host, devices, lanes and timings of each worker of a start event.
 

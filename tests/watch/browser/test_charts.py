@@ -246,6 +246,27 @@ def test_bars_of_workers_do_not_include_their_waits_for_others(run, page):
     page.wait_for([["50%", "compute: 1 s 50%", "exchange: 1 s 50%"], bars[1]], SEGMENTS)
 
 
+LANES = (
+    "return [...document.querySelectorAll('.workers .lanes')].map((row) =>"
+    " [row.ariaLabel, ...[...row.children].map((one) => one.textContent)])"
+)
+
+
+def test_workers_show_their_lanes_however_many(run, page):
+    page.open(run.name, tab="workers")
+    shard, many = {"event": "sharded_model"}, 10**12  # no list of which would fit
+    append(run, started(lanes=4))
+    page.wait_for([["lanes 0 to 1", "0", "1"], ["lanes 2 to 3", "2", "3"]], LANES)
+    append(run, started(lanes=3), shard)
+    page.wait_for([["lanes 0 to 2, every 2", "0", "2"], ["lane 1", "1"]], LANES)
+    append(run, started(lanes=many, workers=1))
+    page.wait_for([[f"lanes 0 to {many - 1}", f"0\u2013{many - 1}"]], LANES)
+    append(run, started(lanes=many), shard)
+    first, second = [f"{rank}, {rank + 2} … {many - 2 + rank}" for rank in range(2)]
+    labels = [f"lanes {rank} to {many - 2 + rank}, every 2" for rank in range(2)]
+    page.wait_for([[labels[0], first], [labels[1], second]], LANES)
+
+
 def test_the_chart_of_workers_has_names_colors_and_a_box(run, page):
     for count in (3, 9):
         workers = [(0.0, 1.0 + (rank == 1), 0.0, 0.0, 0.0) for rank in range(count)]

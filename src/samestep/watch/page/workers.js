@@ -90,18 +90,18 @@ function hostOf(host, members, longest, timed) {
 function row(worker, longest, timed) {
   const [first, end, stride] = worker.lanes;
   const count = Math.max(0, Math.ceil((end - first) / stride));
-  const own = Array.from({ length: count }, (_, index) => first + index * stride);
-  const range = stride === 1 ? `${first} to ${own.at(-1)}` : own.join(", ");
-  const lanes = count === 1 ? `lane ${first}` : `lanes ${range}`;
+  const last = first + (count - 1) * stride;
+  const every = stride === 1 ? "" : `, every ${stride}`;
+  const lanes = count === 1 ? `lane ${first}` : `lanes ${first} to ${last}${every}`;
   const none = timed ? "no step yet" : "";
   const step = PARTS.reduce((sum, part) => sum + (worker.parts[part] ?? 0), 0);
   const ofStep = worker.parts.other === null ? "" : ` of ${duration(step)}`;
   const time = worker.seconds === null ? none : `${duration(worker.seconds)}${ofStep}`;
-  const busy = ownParts(worker);
-  const total = PARTS.reduce((sum, part) => sum + busy[part], 0) || 1;
-  const parts = PARTS.filter((part) => busy[part]).map((part) => {
-    const width = `${(100 * busy[part]) / total}%`;
-    const title = `${partName(part)}: ${duration(busy[part])}`;
+  const own = ownParts(worker);
+  const total = PARTS.reduce((sum, part) => sum + own[part], 0) || 1;
+  const parts = PARTS.filter((part) => own[part]).map((part) => {
+    const width = `${(100 * own[part]) / total}%`;
+    const title = `${partName(part)}: ${duration(own[part])}`;
     return h("i", { vars: { width, background: partColor(part) }, title });
   });
   const where = [`process ${worker.pid}`, (worker.devices ?? []).join(", ")];
@@ -109,7 +109,7 @@ function row(worker, longest, timed) {
   return h("li", { "data-worker": worker.rank, "data-slowest": worker.lag !== null },
     h("span", { class: "rank" },
       h("b", {}, `worker ${worker.rank}`), h("small", {}, where.filter(Boolean).join(" · "))),
-    h("span", { class: "lanes", role: "img", "aria-label": lanes }, cells(own, stride)),
+    h("span", { class: "lanes", role: "img", "aria-label": lanes }, cells(first, count, stride)),
     h("span", { class: "pace" },
       h("span", { class: "parts", "aria-hidden": "true", vars: { width } }, parts)),
     h("span", { class: "seconds" }, time, worker.lag !== null && h("em", {}, "slowest")));
@@ -123,8 +123,9 @@ function ownParts({ seconds, parts }) {
 }
 
 /** Return a box per lane, or one box with their range if they do not fit in a row. */
-function cells(lanes, stride) {
-  if (lanes.length <= 16) return lanes.map((lane) => h("i", {}, String(lane)));
-  const range = stride === 1 ? "–" : `, ${lanes[1]} … `;
-  return [h("i", {}, `${lanes[0]}${range}${lanes.at(-1)}`)];
+function cells(first, count, stride) {
+  const lane = (index) => String(first + index * stride);
+  const to = stride === 1 ? "–" : `, ${lane(1)} … `;
+  if (count > 16) return [h("i", {}, `${first}${to}${lane(count - 1)}`)];
+  return Array.from({ length: count }, (_, index) => h("i", {}, lane(index)));
 }
