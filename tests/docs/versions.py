@@ -71,7 +71,6 @@ def write_index(site: Path) -> None:
     versions = [
         {
             "name": name,
-            "version": name,
             "url": f"{name}/",
             "preferred": name == newest,
             "pages": _pages(site / name),

@@ -101,6 +101,7 @@ class StreamedSums(Overlap):
         """Free what is gathered, after the last lane."""
         for model in self._models:
             model.release()
+        self._sharding.free()
 
     def used_parameters(self) -> set[int]:
         """Return the ids of parameters with a gradient in a lane of this worker."""

@@ -141,10 +141,9 @@ class ShardedModel:
             unit.hold(in_lane=self.keep != "forward", in_step=self.keep == "step")
 
     def release(self) -> None:
-        """Free what is gathered, and each unit from now on after each forward pass."""
+        """Free each unit from now on after each forward pass."""
         for unit in self.units:
             unit.hold(in_lane=False, in_step=False)
-        self._sharding.free()
 
     @contextmanager
     def full(self) -> Iterator[None]:
